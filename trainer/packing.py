@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from trainer.rows import Batch, Row, TrainedTokens, concat_padded_tensors, trained_tokens
+from trainer.rows import Row, at_trained, is_trained, trained_positions
 from trainer.trie import Block, NodePass, Trie, common_prefix, plan_passes, trie_of
 
 Shape: TypeAlias = Sequence[int]
@@ -29,8 +29,8 @@ _UNEVEN = 1.1
 """A process with this many times its share of the tokens is worth dividing rows for."""
 
 
-def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
-    """Split rows into batches of at most ``token_budget`` padded tokens, longest first.
+def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[int]]:
+    """Return the numbers of the rows of each batch of at most ``token_budget`` padded tokens.
 
     Sorted by length, so that little is padded; longest first, so that memory runs out at once or
     never. Rows with nothing to train on are left out. A row above the budget stands alone: it is
@@ -38,15 +38,15 @@ def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
     """
     if token_budget < 1:
         raise ValueError("the token budget must be positive")
-    wanted = [row for row in rows if bool(row["loss_mask"].any())]
-    wanted.sort(key=lambda row: row["input_ids"].shape[0], reverse=True)
-    out: list[list[Row]] = []
-    for row in wanted:
-        if out and (len(out[-1]) + 1) * out[-1][0]["input_ids"].shape[0] <= token_budget:
-            out[-1].append(row)
+    lengths = [len(row["input_ids"]) for row in rows]
+    wanted = [k for k, row in enumerate(rows) if is_trained(row)]
+    out: list[list[int]] = []
+    for k in sorted(wanted, key=lambda k: -lengths[k]):
+        if out and (len(out[-1]) + 1) * lengths[out[-1][0]] <= token_budget:
+            out[-1].append(k)
         else:
-            out.append([row])
-    return [concat_padded_tensors(part) for part in out]
+            out.append([k])
+    return out
 
 
 def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
@@ -54,7 +54,7 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
 
     Equal rows keep their order, so the same rows are always divided alike.
     """
-    wanted = [row for row in rows if bool(row["loss_mask"].any())]
+    wanted = [row for row in rows if is_trained(row)]
     shares = dealt([row["input_ids"].shape[0] for row in wanted], parts)
     return [[wanted[k] for k in share] for share in shares]
 
@@ -66,7 +66,7 @@ def balanced_tries(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     prefix; so rows of which each continues the one before it never are, and a part may get none.
     Those without a loss are left out.
     """
-    ordered = _by_tokens(row for row in rows if bool(row["loss_mask"].any()))
+    ordered = _by_tokens(row for row in rows if is_trained(row))
     runs = _Runs([row["input_ids"].numpy() for row in ordered])
     units, tried = [(0, len(ordered))], []
     for limit in (runs.weight(0, len(ordered)) / parts / k for k in (1, 2, 4, 8)):
@@ -136,20 +136,6 @@ def dealt(weights: Sequence[int], parts: int) -> list[list[int]]:
         out[part].append(k)
         heapq.heappush(load, (weight + weights[k], part))
     return out
-
-
-def idle_batch() -> Batch:
-    """Return the smallest batch, for a process that has no rows left while others have some.
-
-    Of its two tokens one is trained, so that every parameter takes part; the loss does not count.
-    """
-    return {
-        "input_ids": torch.zeros(1, 2, dtype=torch.int32),
-        "loss_mask": torch.tensor([[0, 1]], dtype=torch.int32),
-        "attention_mask": torch.ones(1, 2, dtype=torch.bool),
-        "temperatures": torch.ones(1),
-        "sequences": torch.zeros(1, dtype=torch.int64),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,39 +217,24 @@ class Pass:
         return replace(self, ids=self.ids.to(device), items=self.items.to(device), depths=depths)
 
 
-def padded_pass(batch: Batch) -> Pass:
-    """Return the pass over a padded batch; rows are counted, unless they are :func:`numbered`."""
-    tokens = trained_tokens(batch)
-    ids = batch["input_ids"]
-    numbers = batch.get("sequences", torch.arange(ids.shape[0], device=ids.device))
-    temperatures = tokens.spread(batch["temperatures"])
-    _require_sampled(temperatures)
-    idle = "logprobs" not in batch
-    inputs = {
-        name: tokens.gather(tensor) if tensor.ndim > 1 else tokens.spread(tensor)
-        for name, tensor in batch.items()
-        if tensor.is_floating_point() and not idle
-    }
-    items = Items(
-        tokens.rows * ids.shape[1] + tokens.sources,
-        tokens.labels,
-        tokens.spread(numbers),
-        tokens.positions,
-        temperatures,
-        inputs,
-    )
-    row_tokens = 0 if idle else int(batch["attention_mask"].sum())
-    return Pass(ids.long(), items, row_tokens=row_tokens)
-
-
 def padded_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
     """Return the passes over padded rows, as :func:`micro_batches` divides them."""
-    return [padded_pass(batch) for batch in micro_batches(numbered(rows), token_budget)]
+    return [_padded_pass(rows, part) for part in micro_batches(rows, token_budget)]
 
 
-def numbered(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their numbers, ``sequences``, which they keep in any division."""
-    return [row | {"sequences": torch.tensor(k)} for k, row in enumerate(rows)]
+def _padded_pass(rows: Sequence[Row], numbers: Sequence[int]) -> Pass:
+    ids = pad_sequence([rows[k]["input_ids"] for k in numbers], batch_first=True)
+    items = _items(rows, numbers, ids.shape[1])
+    return Pass(ids.long(), items, row_tokens=sum(len(rows[k]["input_ids"]) for k in numbers))
+
+
+def idle_pass() -> Pass:
+    """Return the smallest pass, for a process that has none left while others have some.
+
+    One of its two tokens is predicted, so that every parameter takes part; the loss does not count.
+    """
+    one = torch.zeros(1, dtype=torch.int64)
+    return Pass(one.new_zeros(1, 2), Items(one, one, one, one + 1, torch.ones(1), {}))
 
 
 def tree_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
@@ -271,16 +242,13 @@ def tree_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
 
     They run along the branches of the trie and have at most ``token_budget`` tokens each, with the
     ancestors that they attend to, or half of that beside long ancestors. Rows with nothing to train
-    on are left out; items are ordered by their place in the trie. Rows are counted, unless they are
-    :func:`numbered`.
+    on are left out; items are ordered by their place in the trie.
     """
-    wanted = [k for k, row in enumerate(rows) if bool(row["loss_mask"].any())]
+    wanted = [k for k, row in enumerate(rows) if is_trained(row)]
     if not wanted:
         return []
-    tokens = [trained_tokens({n: t[None] for n, t in rows[k].items()}) for k in wanted]
-    trie, plan = _planned([rows[k] for k in wanted], tokens, token_budget)
-    numbers = [int(rows[k].get("sequences", k)) for k in wanted]
-    items = _items([(numbers[k], rows[wanted[k]], tokens[k]) for k in trie.order])
+    trie, plan = _planned([rows[k] for k in wanted], token_budget)
+    items = _items(rows, [wanted[k] for k in trie.order])
     home, local = np.zeros_like(trie.tokens), np.zeros_like(trie.tokens)
     members = []
     for number, one in enumerate(plan):
@@ -311,17 +279,14 @@ def tree_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
 
 def tree_shape(rows: Sequence[Row], token_budget: int) -> Shape:
     """Return the shape of what :func:`tree_passes` returns."""
-    wanted = [row for row in rows if bool(row["loss_mask"].any())]
-    tokens = [trained_tokens({n: t[None] for n, t in row.items()}) for row in wanted]
-    return [one.parent for one in _planned(wanted, tokens, token_budget)[1]]
+    _, plan = _planned([row for row in rows if is_trained(row)], token_budget)
+    return [one.parent for one in plan]
 
 
-def _planned(
-    rows: Sequence[Row], tokens: Sequence[TrainedTokens], token_budget: int
-) -> tuple[Trie, list[NodePass]]:
+def _planned(rows: Sequence[Row], token_budget: int) -> tuple[Trie, list[NodePass]]:
     trie = trie_of(
         [row["input_ids"].numpy() for row in rows],
-        [one.positions.numpy() for one in tokens],
+        [trained_positions(row).numpy() for row in rows],
         [tie(row) for row in rows],
         longest_node=max(token_budget // 2, 1),
     )
@@ -339,7 +304,7 @@ def in_common(passes: Sequence[Pass], shapes: Sequence[Shape], own: int) -> list
     places = list(_laid_over(shapes))
     where = {mine[own]: place for place, (_, mine) in enumerate(places)} | {-1: -1}
     around = {outer for outer, _ in places}
-    idle = padded_pass(idle_batch())
+    idle = idle_pass()
     out = []
     for place, (outer, mine) in enumerate(places):
         one = passes[mine[own]] if mine[own] >= 0 else idle
@@ -385,26 +350,25 @@ def _children(shape: Shape) -> list[list[int]]:
     return [sorted(of_one, key=lambda k: (-sizes[k], k)) for of_one in out]
 
 
-def _items(rows: Sequence[tuple[int, Row, TrainedTokens]]) -> Items:
-    """Return the items of numbered rows, one row after the other, without their sources."""
-    names = {name for name, tensor in rows[0][1].items() if tensor.is_floating_point()}
-    for _, row, _ in rows:
-        if odd := names ^ {name for name, tensor in row.items() if tensor.is_floating_point()}:
+def _items(rows: Sequence[Row], numbers: Sequence[int], width: int = 0) -> Items:
+    """Return the items of these rows, one row after the other.
+
+    Their sources are counted in their own row, or through rows of this ``width``.
+    """
+    places = [trained_positions(rows[k]) for k in numbers]
+    given = [at_trained(rows[k], own) for k, own in zip(numbers, places, strict=True)]
+    for one in given:
+        if odd := given[0].keys() ^ one.keys():
             raise ValueError(f"{', '.join(sorted(odd))} is missing in some rows")
-    inputs = {}
-    for name in sorted(names):
-        given = [
-            row[name][tokens.positions] if row[name].ndim else row[name].expand(len(tokens))
-            for _, row, tokens in rows
-        ]
-        inputs[name] = torch.cat(given)
-    _require_sampled(inputs["temperatures"])
-    places = torch.cat([tokens.positions for _, _, tokens in rows])
+    inputs = {name: torch.cat([one[name] for one in given]) for name in sorted(given[0])}
+    if not bool((inputs["temperatures"] > 0).all()):
+        raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
+    labels = [rows[k]["input_ids"][own].long() for k, own in zip(numbers, places, strict=True)]
     return Items(
-        places - 1,
-        torch.cat([tokens.labels for _, _, tokens in rows]),
-        torch.cat([torch.full((len(tokens),), number) for number, _, tokens in rows]),
-        places,
+        torch.cat([own - 1 + place * width for place, own in enumerate(places)]),
+        torch.cat(labels),
+        torch.cat([torch.full_like(own, k) for k, own in zip(numbers, places, strict=True)]),
+        torch.cat(places),
         inputs["temperatures"],
         inputs,
     )
@@ -414,8 +378,3 @@ def tie(row: Row) -> bytes:
     """Return the inputs of the loss, which order rows with the same tokens."""
     named = sorted(row.items())
     return b"".join(t.contiguous().numpy().tobytes() for _, t in named if t.is_floating_point())
-
-
-def _require_sampled(temperatures: Tensor) -> None:
-    if not bool((temperatures > 0).all()):
-        raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")

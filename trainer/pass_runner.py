@@ -27,7 +27,7 @@ from trainer.packing import (
     tree_shape,
 )
 from trainer.pass_size import CPU_TOKENS
-from trainer.rows import Row, foreign_id
+from trainer.rows import Row, count_trained, foreign_id
 from trainer.tree_attention import TreePass
 from trainer.tree_probe import use_tree_attention
 from trainer.world import UnshardedModel, World, everywhere
@@ -168,12 +168,8 @@ class PassRunner:
                 yield close()
             work, tree, hidden = one.to(self._device), None, None
             if work.depths is not None:
-                trees, past = {k: ancestor for k, _, ancestor, _ in opened}, []
-                parent = one.parent
-                while parent >= 0:
-                    past.append(trees[parent])
-                    parent = passes[parent].parent
-                tree = TreePass(work.blocks, int(work.depths.max()), past[::-1], work.keeps)
+                past = _past(one, passes, {k: ancestor for k, _, ancestor, _ in opened})
+                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
             if work.keeps:
                 hidden = self.within(hidden_of, work, tree)
             opened.append((number, work, tree, hidden))
@@ -199,32 +195,36 @@ class PassRunner:
                 found[done.number] = done.entropies.cpu()
         return found
 
-    def row_logprobs(
+    def row_logprobs(self, rows: Sequence[Row], token_budget: int | None = None) -> list[Tensor]:
+        """Return the log-probabilities of each row's trained tokens, as :meth:`of_rows`."""
+        return self.of_rows(self.logprobs, rows, token_budget)
+
+    def of_rows(
         self,
+        compute: Callable[[Sequence[Pass]], list[Tensor]],
         rows: Sequence[Row],
         token_budget: int | None = None,
         shapes: Sequence[Shape] = (),
-        compute: Callable[[Sequence[Pass]], list[Tensor]] | None = None,
     ) -> list[Tensor]:
-        """Return the log-probabilities of each row's trained tokens, [their number], float.
+        """Return what ``compute`` returns of each row's trained tokens, [their number], float.
 
-        Each row states its temperature. ``compute`` is another model's :meth:`logprobs`. No
-        gradient is kept. In a world all processes must call it together, each with its own rows and
-        the ``shapes`` of all.
+        ``compute`` is :meth:`logprobs` or :meth:`entropies`, of this or of another model. Each row
+        states its temperature. In a world all processes must call it together, each with its own
+        rows and the ``shapes`` of all.
         """
         passes = self.plan(rows, token_budget, shapes)
         found = [
-            (one.items.sequences, one.items.positions, logprobs)
-            for one, logprobs in zip(passes, (compute or self.logprobs)(passes), strict=True)
+            (one.items.sequences, one.items.positions, values)
+            for one, values in zip(passes, compute(passes), strict=True)
             if one.items.inputs
         ]
-        counts = [int(row["loss_mask"].sum()) for row in rows]
+        counts = [count_trained([row]) for row in rows]
         if not found:
             return [torch.zeros(0) for _ in rows]
         parts = zip(*found, strict=True)
-        sequences, positions, logprobs = (torch.cat(part) for part in parts)
+        sequences, positions, values = (torch.cat(part) for part in parts)
         order = np.lexsort((positions.numpy(), sequences.numpy()))
-        return list(torch.split(logprobs[torch.from_numpy(order)], counts))
+        return list(torch.split(values[torch.from_numpy(order)], counts))
 
     def within(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
@@ -282,3 +282,16 @@ class PassRunner:
 def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
+
+
+def _past(
+    one: Pass, passes: Sequence[Pass], opened: Mapping[int, TreePass | None]
+) -> list[TreePass]:
+    """Return the passes that a pass descends from, the root first."""
+    out = []
+    while one.parent >= 0:
+        ancestor = opened[one.parent]
+        assert ancestor is not None, "idle passes have no descendants"
+        out.append(ancestor)
+        one = passes[one.parent]
+    return out[::-1]

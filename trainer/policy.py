@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from trainer.loss import (
     needs_sequence_weight,
 )
 from trainer.model import PolicyConfig, loaded, prepared, world_for
-from trainer.packing import Pass
+from trainer.packing import Pass, Shape
 from trainer.pass_runner import Computed, PassRunner
 from trainer.pass_size import pass_tokens
-from trainer.rows import Row, count_trained
+from trainer.rows import Row, count_trained, with_values
 from trainer.step_clock import StepClock
 from trainer.updates import (
     Minibatch,
@@ -36,7 +36,6 @@ from trainer.updates import (
     Snapshot,
     StepConfig,
     with_high_entropies,
-    with_input,
     with_sequence_means,
     with_sequence_products,
 )
@@ -199,8 +198,8 @@ class Policy:
         if self.leader is None or not all(totals):
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            plans = [self.runner.plan(part, budget) for part in parts]
-            return self.step(list(zip(plans, totals, strict=True)), config, settings)
+            work = [Minibatch(part, total) for part, total in zip(parts, totals, strict=True)]
+            return self.step(work, budget, config, settings)
         shares = [self.runner.shares(part, self.leader.world.size, budget) for part in parts]
         command = {
             "do": "step",
@@ -229,43 +228,42 @@ class Policy:
         left, minibatches = iter(rows), []
         for one in command["minibatches"]:
             mine = list(islice(left, one["rows"][self.world.rank]))
-            passes = self.runner.plan(mine, command["budget"], one["shapes"])
-            minibatches.append((passes, one["tokens"]))
+            minibatches.append(Minibatch(mine, one["tokens"], one["shapes"]))
         settings = StepConfig(**command["settings"])
-        return self.step(minibatches, LossConfig(**command["loss"]), settings)
+        return self.step(minibatches, command["budget"], LossConfig(**command["loss"]), settings)
 
     def step(
         self,
         minibatches: Sequence[Minibatch],
+        token_budget: int,
         config: LossConfig | None = None,
         settings: StepConfig | None = None,
     ) -> StepResult:
         """Make one train step: an optimizer update for each minibatch, in each of the epochs.
 
-        The passes carry ``advantages`` and ``temperatures``. pi_prox is the policy before the first
+        The rows carry ``advantages`` and ``temperatures``. pi_prox is the policy before the first
         update. But for rounding the result does not depend on how rows are split into passes.
 
-        All processes of a world must bring passes that are :func:`trainer.packing.in_common` for
-        each minibatch. The statistics are those of all processes.
+        All processes of a world must call it together. The statistics are those of all processes.
 
-        Raises ValueError for a minibatch without passes; FloatingPointError, weights and optimizer
-        as they were, where a log-probability, the loss or the gradient of an update is not finite,
-        on every process of a world.
+        Raises ValueError for a minibatch without trained tokens; FloatingPointError, weights and
+        optimizer as they were, where a log-probability, the loss or the gradient of an update is
+        not finite, on every process of a world.
         """
         config, settings = config or LossConfig(), settings or StepConfig()
-        if not minibatches or not all(passes for passes, _ in minibatches):
+        if not minibatches or not all(one.tokens for one in minibatches):
             raise ValueError("there is nothing to train on")
-        self._set_optimizer(settings)
         count = settings.epochs * len(minibatches)
         before = Snapshot(self.optimizer) if count > 1 else None
-        self.clock.lap("pack")
         try:
-            work = [(self._with_fixed(passes, config, count), n) for passes, n in minibatches]
+            work = [self._with_fixed(one, token_budget, config, count) for one in minibatches]
             done: list[StepResult] = []
             while len(done) < count:
-                passes, total = work[len(done) % len(work)]
-                passes = self._with_current(passes, config, first=not done)
-                done.append(self._update(passes, total, config, settings))
+                one = work[len(done) % len(work)]
+                one = self._with_current(one, token_budget, config, first=not done)
+                passes = self.runner.plan(one.rows, token_budget, one.shapes)
+                self.clock.lap("pack")
+                done.append(self._update(passes, one.tokens, config, settings))
         except BaseException:
             if before is not None:
                 before.restore()
@@ -273,45 +271,49 @@ class Policy:
         self.steps += 1
         return _together(done)
 
-    def _set_optimizer(self, settings: StepConfig) -> None:
-        given = {name: getattr(settings, name) for name in ("lr", "betas", "weight_decay")}
-        for group in self.optimizer.param_groups:
-            group |= {name: value for name, value in given.items() if value is not None}
-
     def _with_fixed(
-        self, passes: Sequence[Pass], config: LossConfig, updates: int
-    ) -> Sequence[Pass]:
-        """Return the passes with what the loss wants to know of other policies than the current."""
+        self, work: Minibatch, token_budget: int, config: LossConfig, updates: int
+    ) -> Minibatch:
+        """Return the minibatch with what the loss wants to know of other policies than the current
+        one."""
+        rows, how = work.rows, (token_budget, work.shapes)
         if config.kl_coef:
             if self.reference is None:
                 raise ValueError("the loss's KL term needs a reference model")
-            passes = with_input(passes, "reference", self._logprobs(self.reference, passes))
+            rows = with_values(rows, "reference", self._of_rows(self.reference, rows, *how))
         if updates > 1 or needs_sequence_weight(config):
-            proximal = self._logprobs(self.runner.logprobs, passes)
+            proximal = self._of_rows(self.runner.logprobs, rows, *how)
             if updates > 1:
-                passes = with_input(passes, "proximal", proximal)
+                rows = with_values(rows, "proximal", proximal)
             if needs_sequence_weight(config):
-                passes = with_sequence_means(passes, "sequence_log_weight", proximal, "logprobs")
-        return passes
+                rows = with_sequence_means(rows, "sequence_log_weight", proximal, "logprobs")
+        return replace(work, rows=rows)
 
     def _with_current(
-        self, passes: Sequence[Pass], config: LossConfig, *, first: bool
-    ) -> Sequence[Pass]:
-        """Return the passes with what the loss wants to know of the policy before an update."""
+        self, work: Minibatch, token_budget: int, config: LossConfig, *, first: bool
+    ) -> Minibatch:
+        """Return the minibatch with what the loss wants to know of the policy before an update."""
+        rows, how = work.rows, (token_budget, work.shapes)
         if config.top_entropy < 1:
-            entropies = self._logprobs(self.runner.entropies, passes)
-            passes = with_high_entropies(passes, entropies, config.top_entropy, self.world)
+            entropies = self._of_rows(self.runner.entropies, rows, *how)
+            rows = with_high_entropies(rows, entropies, config.top_entropy, self.world)
         ratio, product = needs_sequence_ratio(config), needs_sequence_product(config)
         if product or (ratio and not first):
-            now = self._logprobs(self.runner.logprobs, passes)
+            now = self._of_rows(self.runner.logprobs, rows, *how)
             if ratio and not first:
-                passes = with_sequence_means(passes, "sequence_log_ratio", now, "proximal")
+                rows = with_sequence_means(rows, "sequence_log_ratio", now, "proximal")
             if product:
-                passes = with_sequence_products(passes, now, config)
-        return passes
+                rows = with_sequence_products(rows, now, config)
+        return replace(work, rows=rows)
 
-    def _logprobs(self, compute: ReferenceLogprobs, passes: Sequence[Pass]) -> list[Tensor]:
-        found = compute(passes)
+    def _of_rows(
+        self,
+        compute: ReferenceLogprobs,
+        rows: Sequence[Row],
+        token_budget: int,
+        shapes: Sequence[Shape],
+    ) -> list[Tensor]:
+        found = self.runner.of_rows(compute, rows, token_budget, shapes)
         self.clock.lap("forward")
         return found
 
@@ -322,6 +324,9 @@ class Policy:
 
         ``total_tokens`` is N over all passes and processes.
         """
+        given = {name: getattr(settings, name) for name in ("lr", "betas", "weight_decay")}
+        for group in self.optimizer.param_groups:
+            group |= {name: value for name, value in given.items() if value is not None}
         self.optimizer.zero_grad(set_to_none=True)
         try:
             stats = self.accumulate(passes, total_tokens, config)

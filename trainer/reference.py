@@ -110,7 +110,7 @@ def compare(policy: Policy, command: Mapping[str, Any], rows: Sequence[Row]) -> 
     assert policy.reference is not None, "it is loaded"
     out = torch.zeros(command["tokens"], dtype=torch.float64)
     how = command["budget"], command["shapes"]
-    found = policy.runner.row_logprobs(rows, *how, compute=policy.reference)
+    found = policy.runner.of_rows(policy.reference, rows, *how)
     for row, values in zip(rows, found, strict=True):
         start = int(row["starts"])
         out[start : start + len(values)] = values

@@ -1,86 +1,72 @@
-"""The rows that the trainer gets, and their trained tokens.
+"""The rows that the trainer gets.
 
-An interaction's tensors have shape [seq_len], a batch's [batch, seq_len], padded on the right:
+A row is one interaction's tensors, of shape [seq_len] or scalar, without padding:
 
 ================  =========  =========================================================
 ``input_ids``     int32      prompt, then output (possibly several outputs: concat rows)
 ``loss_mask``     int32      1 on the tokens to train on
 ``logprobs``      float32    behaviour log-probabilities, nats; 0 on prompts
-``versions``      int32      the weights that sampled the token; -1 on prompts and padding
-``attention_mask``  bool     False on padding
-``rewards``       float32    scalar, per batch [batch]
-``advantages``    float32    scalar, per batch [batch]
-``temperatures``  float32    scalar, per batch [batch]; what the tokens were sampled at
+``versions``      int32      the weights that sampled the token; -1 on prompts
+``attention_mask``  bool     True
+``rewards``       float32    scalar
+``advantages``    float32    scalar, or [seq_len]
+``temperatures``  float32    scalar; what the tokens were sampled at
 ================  =========  =========================================================
 
-Everything is **unshifted**: entry t of every tensor is about token t. Only
-:attr:`TrainedTokens.sources` shifts: token t is predicted at position t - 1.
+Every floating-point tensor is an input of the loss; a step adds more of them, as the reference's
+log-probabilities. Everything is **unshifted**: entry t of every tensor is about token t, which is
+predicted at position t - 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from any_agent.workflow import tensors as tensors_of_workflows
-
 Row: TypeAlias = dict[str, Tensor]
-"""One interaction's tensors, [seq_len] or scalar."""
-Batch: TypeAlias = dict[str, Tensor]
-"""Padded rows: [batch, seq_len] or [batch]."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedTokens:
-    """The places of a batch's n trained tokens, row by row. All tensors int64, shape [n]."""
+def trained_positions(row: Row) -> Tensor:
+    """Return the positions of the tokens that enter the loss, [n] int64: ``loss_mask`` is 1.
 
-    rows: Tensor
-    positions: Tensor
-    labels: Tensor
-
-    @property
-    def sources(self) -> Tensor:
-        """The positions whose hidden states predict the tokens: one before each."""
-        return self.positions - 1
-
-    def __len__(self) -> int:
-        return self.rows.numel()
-
-    def gather(self, per_token: Tensor) -> Tensor:
-        """Return the tokens' entries [n] of an unshifted [batch, seq_len] tensor."""
-        return per_token[self.rows, self.positions]
-
-    def spread(self, per_row: Tensor) -> Tensor:
-        """Return a [batch] tensor's entry for each token: [n]."""
-        return per_row[self.rows]
-
-    def place(self, k: int) -> str:
-        """Return the place of token k for an error message."""
-        return f"row {int(self.rows[k])}, position {int(self.positions[k])}"
-
-
-def trained_tokens(batch: Batch) -> TrainedTokens:
-    """Find the tokens that enter the loss: ``loss_mask`` is 1.
-
-    Raises ValueError where a batch cannot be trained on: padding on the left or inside a row,
-    a loss on padding, or on a row's first token, which nothing predicts.
+    Raises ValueError for a row that cannot be trained on: one with padding, or with a loss on its
+    first token, which nothing predicts.
     """
-    mask, attention = batch["loss_mask"].bool(), batch["attention_mask"].bool()
-    if bool((attention[:, 1:] & ~attention[:, :-1]).any()):
-        raise ValueError("rows must be padded on the right only")
-    if bool((mask & ~attention).any()):
-        raise ValueError("the loss mask covers padding")
-    if bool(mask[:, :1].any()):
+    if not bool(row["attention_mask"].all()):
+        raise ValueError("a row must have no padding")
+    positions = row["loss_mask"].nonzero()[:, 0]
+    if len(positions) and int(positions[0]) == 0:
         raise ValueError("a row's first token has no predecessor to be predicted from")
-    rows, positions = mask.nonzero(as_tuple=True)
-    return TrainedTokens(rows, positions, batch["input_ids"][rows, positions].long())
+    return positions
 
 
-def count_trained(rows: Sequence[Row | Batch]) -> int:
+def is_trained(row: Row) -> bool:
+    """Return True if a token of the row enters the loss."""
+    return bool(row["loss_mask"].any())
+
+
+def at_trained(row: Row, positions: Tensor) -> dict[str, Tensor]:
+    """Return the row's floating-point tensors at these n positions: [n] each."""
+    return {
+        name: tensor[positions] if tensor.ndim else tensor.expand(len(positions))
+        for name, tensor in row.items()
+        if tensor.is_floating_point()
+    }
+
+
+def with_values(rows: Sequence[Row], name: str, values: Sequence[Tensor]) -> list[Row]:
+    """Return the rows with one more tensor, 0 but for these values of their trained tokens."""
+    out = []
+    for row, own in zip(rows, values, strict=True):
+        mask = row["loss_mask"].bool()
+        out.append(row | {name: own.new_zeros(len(mask)).masked_scatter(mask, own)})
+    return out
+
+
+def count_trained(rows: Sequence[Row]) -> int:
     """Return the number of trained tokens, N of the loss."""
     return sum(int(row["loss_mask"].sum()) for row in rows)
 
@@ -95,19 +81,6 @@ def with_training_signal(row: Row, *, advantage: float, temperature: float) -> R
     }
 
 
-def concat_padded_tensors(rows: Sequence[Row]) -> Batch:
-    """Put interactions ([seq_len]) into one batch ([batch, seq_len]), padded right.
-
-    Padding is 0, and -1 for ``versions``. Scalars become [batch]. Raises ValueError if nothing is
-    given or if the keys differ.
-    """
-    if not rows:
-        raise ValueError("nothing to concatenate")
-    return tensors_of_workflows.concat_padded_tensors(
-        [{key: tensor.unsqueeze(0) for key, tensor in row.items()} for row in rows]
-    )
-
-
 def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:
     """Take tokens older than ``eta`` train steps out of the loss; the row itself is kept.
 
@@ -116,8 +89,8 @@ def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: 
     (sampled in a history that a resume abandoned) have a negative age and stay; their importance
     weight is capped as any other's.
 
-    Call it after scores, baselines and advantages are computed, for rows or batches. Raises
-    ValueError for a trained token whose version is not in ``step_of_version``.
+    Call it after scores, baselines and advantages are computed. Raises ValueError for a trained
+    token whose version is not in ``step_of_version``.
     """
     mask, versions = row["loss_mask"], row["versions"]
     trained = mask.bool()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer.loss import LossConfig, LossInputs, importance_weight
-from trainer.packing import Pass, dealt, tie
-from trainer.rows import Row, count_trained
+from trainer.packing import Pass, Shape, dealt, tie
+from trainer.rows import Row, at_trained, count_trained, trained_positions, with_values
 from trainer.world import World, gathered, local_part
 
-Minibatch: TypeAlias = tuple[Sequence[Pass], int]
-"""The passes of one optimizer update on this process, and N: the number of trained tokens of all
-its passes on all processes."""
 ReferenceLogprobs: TypeAlias = Callable[[Sequence[Pass]], list[Tensor]]
 """A function that returns another model's log-probabilities of the passes' items, [n] each, without
 gradient. All processes of a world call it together."""
@@ -26,6 +23,18 @@ gradient. All processes of a world call it together."""
 _MAX_LOG_PRODUCT = 20.0
 _ROUNDING = 100.0
 """Entropies of the same distribution differ by less than this many units of their last digit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The rows of one optimizer update."""
+
+    rows: Sequence[Row]
+    """This process's."""
+    tokens: int
+    """N: the trained tokens of all processes' rows."""
+    shapes: Sequence[Shape] = ()
+    """The shapes of all processes' passes, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,53 +83,41 @@ def _content(row: Row) -> tuple[bytes, bytes, bytes]:
     return row["input_ids"].numpy().tobytes(), row["loss_mask"].numpy().tobytes(), tie(row)
 
 
-def with_input(passes: Sequence[Pass], name: str, values: Sequence[Tensor]) -> list[Pass]:
-    """Return the passes with one more input of the loss, [n] for each; idle ones get none."""
-    return [
-        replace(one, items=replace(one.items, inputs=one.items.inputs | {name: value}))
-        if one.items.inputs
-        else one
-        for one, value in zip(passes, values, strict=True)
-    ]
-
-
 def with_sequence_means(
-    passes: Sequence[Pass], name: str, logprobs: Sequence[Tensor], base: str
-) -> list[Pass]:
-    """Return the passes with the mean of ``logprobs - base`` over each row's trained tokens.
+    rows: Sequence[Row], name: str, logprobs: Sequence[Tensor], base: str
+) -> list[Row]:
+    """Return the rows with the mean of ``logprobs - base`` over their trained tokens.
 
     ``base`` is an input of the loss.
     """
-    differences = [
-        values - one.items.inputs[base] if one.items.inputs else values
-        for one, values in zip(passes, logprobs, strict=True)
-    ]
-    sums, counts = _of_rows(passes, differences)
-    return _spread(passes, name, sums / counts.clamp(min=1), logprobs)
+    out = []
+    for row, values in zip(rows, logprobs, strict=True):
+        differences = values - row[base][row["loss_mask"].bool()]
+        mean = differences.double().sum() / max(len(values), 1)
+        out.append(row | {name: mean.to(values.dtype)})
+    return out
 
 
 def with_sequence_products(
-    passes: Sequence[Pass], logprobs: Sequence[Tensor], config: LossConfig
-) -> list[Pass]:
-    """Return the passes with the product over each row's trained tokens of pi_theta / pi_prox,
-    pi_theta being that of ``logprobs``, and the importance weight; e**20 at most."""
-    parts = []
-    for one, values in zip(passes, logprobs, strict=True):
-        if one.items.inputs:
-            inputs = LossInputs.of(one.items.inputs)
-            proximal = values if inputs.proximal is None else inputs.proximal
-            weight, _ = importance_weight(proximal, inputs, config)
-            values = values - proximal + weight.log()
-        parts.append(values)
-    sums, _ = _of_rows(passes, parts)
-    products = sums.clamp(max=_MAX_LOG_PRODUCT).exp()
-    return _spread(passes, "sequence_product", products, logprobs)
+    rows: Sequence[Row], logprobs: Sequence[Tensor], config: LossConfig
+) -> list[Row]:
+    """Return the rows with the product over their trained tokens of pi_theta / pi_prox, pi_theta
+    being that of ``logprobs``, and the importance weight; e**20 at most."""
+    out = []
+    for row, values in zip(rows, logprobs, strict=True):
+        inputs = LossInputs.of(at_trained(row, trained_positions(row)))
+        proximal = values if inputs.proximal is None else inputs.proximal
+        weight, _ = importance_weight(proximal, inputs, config)
+        total = (values - proximal + weight.log()).double().sum()
+        product = total.clamp(max=_MAX_LOG_PRODUCT).exp()
+        out.append(row | {"sequence_product": product.to(values.dtype)})
+    return out
 
 
 def with_high_entropies(
-    passes: Sequence[Pass], entropies: Sequence[Tensor], share: float, world: World | None
-) -> list[Pass]:
-    """Return the passes with the choice of the ``share`` of all processes' tokens with the highest
+    rows: Sequence[Row], entropies: Sequence[Tensor], share: float, world: World | None
+) -> list[Row]:
+    """Return the rows with the choice of the ``share`` of all processes' tokens with the highest
     entropies, by their quantile. All processes of a world must call it together.
 
     Tokens after the same context have the same entropy but for rounding, which differs with the
@@ -128,40 +125,13 @@ def with_high_entropies(
 
     Source: Beyond the 80/20 Rule (arXiv 2506.01939).
     """
-    pairs = zip(passes, entropies, strict=True)
-    # Of one type in all processes, also in one whose passes are only there for the others' sake.
-    none = entropies[0].new_zeros(0)
-    mine = torch.cat([none, *(e for one, e in pairs if one.items.inputs)])
+    mine = torch.cat([torch.zeros(0).double(), *(one.double() for one in entropies)])
     every = mine if world is None else gathered(mine, world)
-    least = float(np.quantile(every.numpy(), 1 - share)) if len(every) else 0.0
-    least -= _ROUNDING * torch.finfo(every.dtype).eps * (1 + abs(least))
-    return with_input(passes, "high_entropy", [(e >= least).to(e.dtype) for e in entropies])
-
-
-def _of_rows(passes: Sequence[Pass], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of the values of each row's trained tokens, and their number; float64.
-
-    A row's tokens may lie in several passes.
-    """
-    sequences, parts = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0).double()]
-    for one, part in zip(passes, values, strict=True):
-        if one.items.inputs:
-            sequences.append(one.items.sequences)
-            parts.append(part.double())
-    owners = torch.cat(sequences)
-    counts = owners.bincount()
-    return torch.zeros(len(counts)).double().index_add(0, owners, torch.cat(parts)), counts
-
-
-def _spread(
-    passes: Sequence[Pass], name: str, of_rows: Tensor, like: Sequence[Tensor]
-) -> list[Pass]:
-    """Return the passes with an input of the loss that all tokens of a row share."""
-    values = [
-        of_rows[one.items.sequences].to(other) if one.items.inputs else other
-        for one, other in zip(passes, like, strict=True)
-    ]
-    return with_input(passes, name, values)
+    if not rows:
+        return []
+    least = float(np.quantile(every.numpy(), 1 - share))
+    least -= _ROUNDING * torch.finfo(entropies[0].dtype).eps * (1 + abs(least))
+    return with_values(rows, "high_entropy", [(e >= least).to(e.dtype) for e in entropies])
 
 
 class Snapshot:

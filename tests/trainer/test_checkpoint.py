@@ -24,9 +24,7 @@ from trainer.checkpoint import (
     save_checkpoint,
 )
 from trainer.model import PolicyConfig
-from trainer.packing import padded_passes
 from trainer.policy import Policy
-from trainer.rows import count_trained
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
 
@@ -34,7 +32,7 @@ CONFIG = PolicyConfig(lr=1e-3, threads=1)
 def train(policy: Policy, seeds: range) -> None:
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        policy.step([(padded_passes(rows, 60), count_trained(rows))])
+        policy.train(rows, 60)
 
 
 def draws() -> tuple[float, float, float]:

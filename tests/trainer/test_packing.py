@@ -6,15 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.trainer.policies import random_rows
-from trainer.packing import micro_batches, numbered, padded_pass, tree_passes
-from trainer.rows import (
-    Row,
-    concat_padded_tensors,
-    count_trained,
-    mask_stale,
-    trained_tokens,
-    with_training_signal,
-)
+from trainer.packing import micro_batches, padded_passes, tree_passes
+from trainer.rows import Row, mask_stale, trained_positions, with_training_signal, with_values
 
 
 def row(ids: list[int], mask: list[int], versions: list[int] | None = None) -> Row:
@@ -57,56 +50,30 @@ def test_tokens_from_a_history_that_was_given_up_stay() -> None:
     assert r["loss_mask"].tolist() == [0, 1]
 
 
-def test_staleness_on_padded_batches() -> None:
-    batch = concat_padded_tensors(
-        [row([9, 1, 2], [0, 1, 1], [-1, 0, 1]), row([9, 1], [0, 1], [-1, 0])]
-    )
-    got = mask_stale(batch, step_of_version={0: 0, 1: 1}, step=1, eta=0)
-    assert got["loss_mask"].tolist() == [[0, 0, 1], [0, 0, 0]]
-
-
-def test_padding_values_and_types() -> None:
-    batch = concat_padded_tensors(
-        [row([9, 1, 2], [0, 1, 1], [-1, 0, 1]), row([9, 1], [0, 1], [-1, 0])]
-    )
-    assert batch["input_ids"].tolist() == [[9, 1, 2], [9, 1, 0]]
-    assert batch["versions"].tolist() == [[-1, 0, 1], [-1, 0, -1]]
-    assert batch["attention_mask"].tolist() == [[True] * 3, [True, True, False]]
-    assert batch["rewards"].tolist() == [1.0, 1.0]
-    types = {k: t.dtype for k, t in batch.items()}
-    assert types == {k: t.dtype for k, t in row([1], [0]).items()}
-
-
-def test_what_cannot_be_concatenated() -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        concat_padded_tensors([])
-    odd = row([1], [0])
-    del odd["versions"]
-    with pytest.raises(ValueError, match="versions is missing in some"):
-        concat_padded_tensors([row([1], [0]), odd])
-
-
 def test_a_token_is_predicted_one_position_before_it() -> None:
-    batch = concat_padded_tensors([row([9, 1, 2, 3], [0, 0, 1, 1]), row([8, 5], [0, 1])])
-    tokens = trained_tokens(batch)
-    assert tokens.rows.tolist() == [0, 0, 1]
-    assert tokens.positions.tolist() == [2, 3, 1]
-    assert tokens.sources.tolist() == [1, 2, 0]
-    assert tokens.labels.tolist() == [2, 3, 5]
-    assert tokens.gather(batch["input_ids"]).tolist() == [2, 3, 5]
-    assert tokens.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 2.0]
-    assert tokens.place(2) == "row 1, position 1"
+    rows = [signalled([9, 1, 2, 3], [0, 0, 1, 1]), signalled([8, 5], [0, 1])]
+    (one,) = padded_passes(rows, 64)
+    assert one.ids.tolist() == [[9, 1, 2, 3], [8, 5, 0, 0]]
+    assert one.items.sequences.tolist() == [0, 0, 1]
+    assert one.items.positions.tolist() == [2, 3, 1]
+    assert one.items.sources.tolist() == [1, 2, 4]
+    assert one.items.labels.tolist() == [2, 3, 5]
+    assert one.items.place(2) == "row 1, position 1"
 
 
-def test_batches_that_cannot_be_trained_on() -> None:
-    first = concat_padded_tensors([row([1, 2], [1, 1])])
+def test_rows_that_cannot_be_trained_on() -> None:
     with pytest.raises(ValueError, match="first token"):
-        trained_tokens(first)
-    padded = concat_padded_tensors([row([1, 2], [0, 1])])
-    with pytest.raises(ValueError, match="covers padding"):
-        trained_tokens(padded | {"attention_mask": torch.tensor([[True, False]])})
-    with pytest.raises(ValueError, match="right only"):
-        trained_tokens(padded | {"attention_mask": torch.tensor([[False, True]])})
+        trained_positions(row([1, 2], [1, 1]))
+    padded = row([1, 2], [0, 1]) | {"attention_mask": torch.tensor([True, False])}
+    with pytest.raises(ValueError, match="no padding"):
+        trained_positions(padded)
+
+
+def test_values_of_trained_tokens_stand_at_them() -> None:
+    rows = [row([9, 1, 2, 3], [0, 1, 0, 1]), row([8, 5], [0, 0])]
+    one, other = with_values(rows, "reference", [torch.tensor([-1.0, -2.0]), torch.zeros(0)])
+    assert one["reference"].tolist() == [0, -1, 0, -2]
+    assert other["reference"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
@@ -115,17 +82,22 @@ def test_greedy_rows_are_refused(temperature: float) -> None:
         with_training_signal(row([1, 2], [0, 1]), advantage=1.0, temperature=temperature)
 
 
-def test_rows_without_numbers_are_counted() -> None:
-    rows = [
-        with_training_signal(row(ids, [0, 1, 1]), advantage=1.0, temperature=1.0)
-        for ids in ([1, 2, 3], [4, 5, 6])
-    ]
-    (tree,) = tree_passes(rows, 64)
-    padded = padded_pass(concat_padded_tensors(rows)).items
-    assert padded.sequences.tolist() == tree.items.sequences.tolist() == [0, 0, 1, 1]
-    assert padded.labels.tolist() == tree.items.labels.tolist() == [2, 3, 5, 6]
-    named = padded_pass(concat_padded_tensors(numbered(rows)[::-1])).items
-    assert named.sequences.tolist() == [1, 1, 0, 0]
+def signalled(ids: list[int], mask: list[int]) -> Row:
+    return with_training_signal(row(ids, mask), advantage=1.0, temperature=1.0)
+
+
+def test_rows_are_counted_alike_in_both_kinds_of_passes() -> None:
+    rows = [signalled([4, 5], [0, 1]), signalled([1, 2, 3], [0, 1, 1])]
+    (tree,), (padded,) = tree_passes(rows, 64), padded_passes(rows, 64)
+    assert padded.items.sequences.tolist() == tree.items.sequences.tolist() == [1, 1, 0]
+    assert padded.items.labels.tolist() == tree.items.labels.tolist() == [2, 3, 5]
+
+
+def test_an_input_that_some_rows_lack_is_named() -> None:
+    odd = signalled([1, 2], [0, 1]) | {"reference": torch.zeros(2)}
+    for make in (tree_passes, padded_passes):
+        with pytest.raises(ValueError, match="reference is missing in some rows"):
+            make([signalled([1, 2], [0, 1]), odd], 64)
 
 
 @settings(deadline=None)
@@ -136,13 +108,10 @@ def test_micro_batches_hold_every_trained_row_once_within_the_budget(
     rows = random_rows(seed, count)
     rows[0]["loss_mask"] = torch.zeros_like(rows[0]["loss_mask"])
     batches = micro_batches(rows, budget)
-    assert count_trained(batches) == count_trained(rows)
-    got = [float(a) for batch in batches for a in batch["advantages"]]
-    assert sorted(got) == sorted(float(r["advantages"]) for r in rows[1:])
+    assert sorted(k for batch in batches for k in batch) == list(range(1, count))
     lengths = []
     for batch in batches:
-        height, width = batch["input_ids"].shape
-        assert height * width <= budget or height == 1
-        assert width == int(batch["attention_mask"].sum(-1).max())
-        lengths.extend(batch["attention_mask"].sum(-1).tolist())
+        width = max(len(rows[k]["input_ids"]) for k in batch)
+        assert len(batch) * width <= budget or len(batch) == 1
+        lengths += [len(rows[k]["input_ids"]) for k in batch]
     assert lengths == sorted(lengths, reverse=True)

@@ -57,15 +57,15 @@ from trainer.advantage import SessionRewards
 from trainer.kl_reward import found_divergences
 from trainer.loss import LOSSES, LossConfig, LossInputs, PolicyLoss, Surrogate
 from trainer.packing import Pass
-from trainer.rows import Batch, TrainedTokens
+from trainer.rows import Row
 from trainer.surrogates import _clipped
 from trainer.tree_attention import TreePass
 from trainer.trie import Block, NodePass, Trie
 from trainer.updates import Snapshot
 
 
-def dense_law() -> None:
-    policy = small_policy(head_chunk=7)
+def dense_law(packing: str = "tree") -> None:
+    policy = small_policy(head_chunk=7, packing=packing)
     rows = random_rows(0)
     expected = dense_gradients(policy, rows, LossConfig())
     _, got = trainer_gradients(policy, rows, token_budget=60)
@@ -74,6 +74,7 @@ def dense_law() -> None:
 
 LAWS: dict[str, Callable[[], None]] = {
     "dense gradients": dense_law,
+    "padded rows' gradients": lambda: dense_law("rows"),
     "TRL's loss and gradients": loss_and_gradients_equal_trl,
     "the worked example": worked_example,
     "staleness": staleness_law,
@@ -129,25 +130,28 @@ original_mean_and_std = trainer.advantage._mean_and_std
 original_pools = trainer.advantage._pools
 original_weighted = trainer.batch.weighted
 original_penalty = trainer.advantage.overlong_penalty
-original_trained_tokens = trainer.packing.trained_tokens
+original_trained_positions = trainer.packing.trained_positions
+original_padded_passes = trainer.packing.padded_passes
 original_label_logprobs = trainer.logprobs._label_logprobs
 original_trie_of = trainer.trie.trie_of
 original_plan_passes = trainer.trie.plan_passes
 original_tree_passes = trainer.packing.tree_passes
 original_in_common = trainer.packing.in_common
-original_with_input = trainer.policy.with_input
+original_with_values = trainer.policy.with_values
 original_with_sequence_means = trainer.policy.with_sequence_means
 
 
-def no_shift(tokens: TrainedTokens) -> Tensor:
-    return tokens.positions
+def no_shift(*given: Any) -> list[Pass]:
+    return [
+        replace(one, items=replace(one.items, sources=one.items.sources + 1))
+        for one in original_padded_passes(*given)
+    ]
 
 
-def mask_shifted(batch: Batch) -> TrainedTokens:
+def mask_shifted(row: Row) -> Tensor:
     """The mask taken as if it spoke of the predicting position."""
-    mask = batch["loss_mask"].roll(1, dims=1)
-    mask[:, 0] = 0
-    return original_trained_tokens(batch | {"loss_mask": mask * batch["attention_mask"]})
+    positions = original_trained_positions(row) + 1
+    return positions[positions < len(row["input_ids"])]
 
 
 def no_temperature(
@@ -402,30 +406,27 @@ def shares_of_equals(shares: Tensor) -> Tensor:
     return torch.full_like(shares, 0.5)
 
 
-def no_proximal(passes: Sequence[Pass], name: str, values: Sequence[Tensor]) -> list[Pass]:
+def no_proximal(rows: Sequence[Row], name: str, values: Sequence[Tensor]) -> list[Row]:
     """pi_prox is the policy before each update, not before the first."""
-    return list(passes) if name == "proximal" else original_with_input(passes, name, values)
+    return list(rows) if name == "proximal" else original_with_values(rows, name, values)
 
 
-def means_of_passes(passes: Sequence[Pass], name: str, logprobs: Any, base: str) -> list[Pass]:
-    """The mean over a row's tokens in one pass instead of all of them."""
+def sums_instead(rows: Sequence[Row], name: str, *more: Any) -> list[Row]:
+    out = original_with_sequence_means(rows, name, *more)
+    return [row | {name: row[name] * row["loss_mask"].sum()} for row in out]
+
+
+def of_the_next_row(rows: Sequence[Row], logprobs: Any, config: LossConfig) -> list[Row]:
+    out = original_with_sequence_products(rows, logprobs, config)
+    shifted = [out[-1], *out]
+    name = "sequence_product"
+    return [row | {name: other[name]} for row, other in zip(out, shifted, strict=False)]
+
+
+def choice_of_each_row(rows: Sequence[Row], entropies: Any, *more: Any) -> list[Row]:
     return [
-        original_with_sequence_means([one], name, [values], base)[0]
-        for one, values in zip(passes, logprobs, strict=True)
-    ]
-
-
-def products_of_passes(passes: Sequence[Pass], logprobs: Any, config: LossConfig) -> list[Pass]:
-    return [
-        original_with_sequence_products([one], [values], config)[0]
-        for one, values in zip(passes, logprobs, strict=True)
-    ]
-
-
-def choice_of_passes(passes: Sequence[Pass], entropies: Any, *more: Any) -> list[Pass]:
-    return [
-        original_with_high_entropies([one], [values], *more)[0]
-        for one, values in zip(passes, entropies, strict=True)
+        original_with_high_entropies([row], [values], *more)[0]
+        for row, values in zip(rows, entropies, strict=True)
     ]
 
 
@@ -444,11 +445,11 @@ class Plant(NamedTuple):
 
 PLANTS = {
     "the label's own hidden state": Plant(
-        "dense gradients", TrainedTokens, "sources", property(no_shift)
+        "padded rows' gradients", trainer.pass_runner, "padded_passes", no_shift
     ),
-    "shifted mask": Plant("dense gradients", trainer.packing, "trained_tokens", mask_shifted),
+    "shifted mask": Plant("dense gradients", trainer.packing, "trained_positions", mask_shifted),
     "shifted mask, against TRL": Plant(
-        "TRL's loss and gradients", trainer.packing, "trained_tokens", mask_shifted
+        "TRL's loss and gradients", trainer.packing, "trained_positions", mask_shifted
     ),
     "missing temperature": Plant(
         "dense gradients", trainer.logprobs, "_label_logprobs", no_temperature
@@ -499,18 +500,18 @@ PLANTS = {
     "rows numbered by their pass": Plant(
         "divided weights", trainer.pass_runner, "in_common", numbered_by_pass
     ),
-    "no proximal policy": Plant("several updates", trainer.policy, "with_input", no_proximal),
+    "no proximal policy": Plant("several updates", trainer.policy, "with_values", no_proximal),
     "N of the whole batch": Plant(
         "several updates", trainer.policy, "count_trained", lambda rows: 200
     ),
-    "means over a pass": Plant(
-        "inputs of several updates", trainer.policy, "with_sequence_means", means_of_passes
+    "sums over a row": Plant(
+        "inputs of several updates", trainer.policy, "with_sequence_means", sums_instead
     ),
-    "entropies of a pass": Plant(
-        "tokens of high entropy", trainer.policy, "with_high_entropies", choice_of_passes
+    "entropies of one row": Plant(
+        "tokens of high entropy", trainer.policy, "with_high_entropies", choice_of_each_row
     ),
-    "products over a pass": Plant(
-        "inputs of several updates", trainer.policy, "with_sequence_products", products_of_passes
+    "products of another row": Plant(
+        "inputs of several updates", trainer.policy, "with_sequence_products", of_the_next_row
     ),
     "VESPO's signs are swapped": Plant(
         "VESPO's formula",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from tests.support.trainer.policies import (
     assert_same,
     computed,
     dense_gradients,
+    dense_logprobs,
     dense_loss,
     random_rows,
     small_policy,
@@ -27,9 +29,9 @@ from tests.support.trainer.policies import (
 )
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig
-from trainer.packing import micro_batches, numbered, padded_pass, padded_passes
+from trainer.packing import Pass, micro_batches, padded_passes
 from trainer.policy import Policy
-from trainer.rows import Batch, concat_padded_tensors, count_trained, trained_tokens
+from trainer.rows import Row, count_trained
 
 
 @pytest.fixture(scope="module")
@@ -86,34 +88,37 @@ def test_the_size_of_head_chunks_changes_nothing(policy: Policy, chunk: int) -> 
 
 
 def test_padding_changes_nothing(policy: Policy) -> None:
-    rows = numbered(random_rows(3))
-    batch = concat_padded_tensors(rows)
-    long = concat_padded_tensors([*rows, *numbered(random_rows(4, 1, longest=90))])
-    long = {k: t[: len(rows)] for k, t in long.items()}
-    assert long["input_ids"].shape[1] > batch["input_ids"].shape[1]
-    garbage = torch.where(long["attention_mask"], long["input_ids"], 7)
+    rows = random_rows(3)
+    (one,) = padded_passes(rows, 10_000)
+    height, width = one.ids.shape
+    padding = torch.arange(height)[:, None] * 60 + torch.arange(60)
+    of_rows, places = one.items.sources // width, one.items.sources % width
+    items = replace(one.items, sources=of_rows * (width + 60) + places)
 
-    def gradient(b: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(work: Pass) -> dict[str, Tensor]:
         policy.model.zero_grad(set_to_none=True)
-        policy.accumulate([padded_pass(b)], count_trained([b]), LossConfig())
+        policy.accumulate([work], count_trained(rows), LossConfig())
         return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
 
-    expected = gradient(batch)
-    assert_same(gradient(long), expected, atol=1e-12)
-    assert_same(gradient(long | {"input_ids": garbage}), expected, atol=1e-12)
+    expected = gradient(one)
+    for garbage in (padding * 0, padding % VOCAB):
+        wider = replace(one, ids=torch.cat([one.ids, garbage], dim=1), items=items)
+        assert_same(gradient(wider), expected, atol=1e-12)
     policy.model.zero_grad(set_to_none=True)
 
 
 def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
-    batch = concat_padded_tensors(random_rows(6))
+    rows = random_rows(6)
     with torch.no_grad():
-        got = computed(policy, batch, batch["temperatures"])
-        logits = policy.model(input_ids=batch["input_ids"].long()).logits
-    table = torch.log_softmax(logits / batch["temperatures"].double()[:, None, None], -1)
-    tokens = trained_tokens(batch)
-    expected = table[tokens.rows, tokens.positions - 1]
-    torch.testing.assert_close(got.logprobs, expected.gather(-1, tokens.labels[:, None])[:, 0])
-    torch.testing.assert_close(got.entropies, -(expected.exp() * expected).sum(-1))
+        got = computed(policy, rows)
+        for k, row in enumerate(rows):
+            mine = got.items.sequences == k
+            places, ids = row["loss_mask"].nonzero()[:, 0], row["input_ids"].long()
+            logits = policy.model(input_ids=ids[None]).logits[0, places - 1]
+            table = torch.log_softmax(logits / row["temperatures"].double(), -1)
+            expected = table.gather(-1, ids[places][:, None])[:, 0]
+            torch.testing.assert_close(got.logprobs[mine], expected)
+            torch.testing.assert_close(got.entropies[mine], -(table.exp() * table).sum(-1))
 
 
 def plain_label_logprobs(
@@ -173,7 +178,7 @@ def test_the_heads_gradients_are_autograds(
         torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
 
 
-def logits_kept_for_backward(batch: Batch) -> list[tuple[int, ...]]:
+def logits_kept_for_backward(rows: list[Row]) -> list[tuple[int, ...]]:
     """Shapes [..., vocab] that autograd holds on to after the forward pass."""
     kept = []
 
@@ -182,16 +187,16 @@ def logits_kept_for_backward(batch: Batch) -> list[tuple[int, ...]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        computed(small_policy(head_chunk=5), batch)
+        computed(small_policy(head_chunk=5), rows)
     return [shape for shape in kept if shape and shape[-1] == VOCAB]
 
 
 def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = concat_padded_tensors(random_rows(7, 8))
-    assert logits_kept_for_backward(batch) == []
+    rows = random_rows(7, 8)
+    assert logits_kept_for_backward(rows) == []
 
     monkeypatch.setattr(trainer.logprobs, "_label_logprobs", plain_label_logprobs)
-    assert logits_kept_for_backward(batch), "the check sees what a plain forward pass keeps"
+    assert logits_kept_for_backward(rows), "the check sees what a plain forward pass keeps"
 
 
 def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +235,7 @@ def test_only_positions_before_trained_tokens_reach_the_head(
     monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
     rows = random_rows(8)
     with torch.no_grad():
-        computed(policy, concat_padded_tensors(rows))
+        computed(policy, rows)
     assert sum(counted) == count_trained(rows)
 
 
@@ -238,7 +243,7 @@ def steps(policy: Policy, seeds: range) -> list[float]:
     out = []
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        result = policy.step([(padded_passes(rows, 60), count_trained(rows))])
+        result = policy.train(rows, 60)
         out.append(result.grad_norm)
     return out
 
@@ -254,16 +259,14 @@ def test_the_same_start_gives_the_same_steps_bit_for_bit() -> None:
 def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
     policy = small_policy(lr=1e-3)
     rows = random_rows(9)
-    passes = padded_passes(rows, 10_000)
-    (batch,) = micro_batches(rows, 10_000)
 
     def objective() -> float:
         with torch.no_grad():
-            now = computed(policy, batch, batch["temperatures"])
+            now = computed(policy, rows)
         return float((now.logprobs * now.items.inputs["advantages"]).sum())
 
     before = objective()
-    result = policy.step([(passes, count_trained(rows))])
+    result = policy.train(rows)
     assert objective() > before
     means = result.stats.means()
     assert means["ratio"] == 1.0 and means["clipped_low"] == means["clipped_high"] == 0.0
@@ -275,7 +278,7 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
     """SGD-like check: the norm that AdamW's first moment saw is the clipped one."""
     policy = small_policy(grad_clip=1e-3, lr=1e-3)
     rows = random_rows(10)
-    result = policy.step([(padded_passes(rows, 10_000), count_trained(rows))])
+    result = policy.train(rows)
     assert result.grad_norm > 1e-3
     moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
     norm = torch.sqrt(sum((m / 0.1).square().sum() for m in moments))
@@ -284,16 +287,15 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: float) -> None:
-    policy = small_policy()
+    policy = small_policy(packing="rows")
     before = [p.clone() for p in policy.model.parameters()]
     rows = random_rows(11)
     rows[2]["logprobs"] = rows[2]["logprobs"].clone()
     rows[2]["logprobs"][-1] = bad
-    rows = numbered(rows)
-    passes = [padded_pass(concat_padded_tensors(part)) for part in (rows[:2], rows[2:])]
-    place = f"micro-batch 1, row 2, position {len(rows[2]['input_ids']) - 1}"
+    number = micro_batches(rows, 1).index([2])
+    place = f"micro-batch {number}, row 2, position {len(rows[2]['input_ids']) - 1}"
     with pytest.raises(FloatingPointError, match=place):
-        policy.step([(passes, count_trained(rows))])
+        policy.train(rows, 1)
     assert policy.steps == 0
     for a, b in zip(before, policy.model.parameters(), strict=True):
         assert torch.equal(a, b) and b.grad is None
@@ -319,7 +321,7 @@ def test_broken_weights_are_noticed() -> None:
         policy.model.lm_head.weight[3, 0] = float("nan")
     rows = random_rows(12)
     with pytest.raises(FloatingPointError, match="log-probability at micro-batch 0, row"):
-        policy.step([(padded_passes(rows, 10_000), count_trained(rows))])
+        policy.train(rows)
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -330,14 +332,18 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 
 def test_greedy_rows_are_refused(policy: Policy) -> None:
+    greedy = [row | {"temperatures": torch.tensor(0.0)} for row in random_rows(0)]
     with pytest.raises(ValueError, match="greedy"):
-        computed(policy, concat_padded_tensors(random_rows(0)), 0.0)
+        computed(policy, greedy)
 
 
-def test_a_batch_without_trained_tokens_has_no_logprobs(policy: Policy) -> None:
-    batch = concat_padded_tensors(random_rows(0))
-    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    assert computed(policy, batch).logprobs.shape == (0,)
+def test_a_row_without_trained_tokens_has_no_logprobs(policy: Policy) -> None:
+    row, other = random_rows(0)[:2]
+    bare = row | {"loss_mask": torch.zeros_like(row["loss_mask"])}
+    none, some = policy.runner.row_logprobs([bare, other])
+    assert none.shape == (0,)
+    torch.testing.assert_close(some, dense_logprobs(policy.model, other).detach())
+    assert policy.runner.row_logprobs([bare])[0].shape == (0,)
 
 
 def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
@@ -382,4 +388,4 @@ def test_models_that_bend_their_logits_are_refused() -> None:
 
 def test_a_step_needs_something_to_train_on(policy: Policy) -> None:
     with pytest.raises(ValueError, match="nothing to train on"):
-        policy.step([([], 1)])
+        policy.train([])

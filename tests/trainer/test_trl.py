@@ -50,7 +50,6 @@ from benchmarks.peers.trl_trainer import Completions, trl_trainer
 from tests.support.trainer.policies import (
     VOCAB,
     assert_same,
-    computed,
     gradients,
     random_rows,
     small_policy,
@@ -67,7 +66,7 @@ from trainer.kl_reward import found_divergences, less_divergence
 from trainer.loss import LOSSES, LossConfig, LossInputs
 from trainer.packing import padded_passes
 from trainer.policy import Policy
-from trainer.rows import Row, concat_padded_tensors, count_trained, with_training_signal
+from trainer.rows import Row, count_trained, with_training_signal
 
 GROUP = 4
 GRPO = TrainConfig()
@@ -180,11 +179,16 @@ def rows_with(samples: list[Sample], advantages: list[float]) -> list[Row]:
     return rows
 
 
+def advantages_of(rows: Sequence[Row]) -> Tensor:
+    """A number for each row; the first of its trained tokens' where they differ."""
+    return torch.stack([row["advantages"] for row in rows])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages(seed: int) -> None:
     samples = random_samples(seed)
     scored = trl_scored(made(small_policy(), samples), samples)
-    got = concat_padded_tensors(our_rows(samples))["advantages"]
+    got = advantages_of(our_rows(samples))
     torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
 
 
@@ -557,7 +561,7 @@ def test_the_deviation_of_the_batch() -> None:
     samples = random_samples(3)
     scored = trl_scored(made(small_policy(), samples, scale_rewards="batch"), samples)
     rows = our_rows(samples, TrainConfig(normalize_std="batch"))
-    got = concat_padded_tensors(rows)["advantages"]
+    got = advantages_of(rows)
     torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
 
 
@@ -592,7 +596,7 @@ def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
     expected.backward()
 
     rows = our_rows(samples, config, frozen.runner.row_logprobs)
-    got = concat_padded_tensors(rows)["advantages"]
+    got = advantages_of(rows)
     # With a reference TRL's fused head takes part, in float32.
     torch.testing.assert_close(got, scored["advantages"], atol=1e-6 if beta else 1e-9, rtol=0)
     policy.accumulate(policy.runner.plan(rows, 10_000), count_trained(rows), loss_config(config))
@@ -618,11 +622,12 @@ def test_logprobs_are_selective_log_softmax_of_the_shifted_logits() -> None:
     from trl.trainer.utils import selective_log_softmax
 
     policy = small_policy()
-    batch = concat_padded_tensors(random_rows(1))
-    ids = batch["input_ids"].long()
-    with torch.no_grad():
-        got = computed(policy, batch, TEMPERATURE)
-        logits = policy.model(input_ids=ids).logits[:, :-1]
-    table = selective_log_softmax(logits / TEMPERATURE, ids[:, 1:])
-    expected = table[batch["loss_mask"][:, 1:].bool()]
-    torch.testing.assert_close(got.logprobs, expected, atol=1e-12, rtol=0)
+    for row in random_rows(1):
+        row["temperatures"] = torch.tensor(TEMPERATURE)
+        ids = row["input_ids"].long()[None]
+        with torch.no_grad():
+            (got,) = policy.runner.row_logprobs([row])
+            logits = policy.model(input_ids=ids).logits[:, :-1]
+        table = selective_log_softmax(logits / row["temperatures"].double(), ids[:, 1:])
+        expected = table[0, row["loss_mask"][1:].bool()]
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)

@@ -23,7 +23,6 @@ from tests.support.trainer.updates import (
     state_of,
 )
 from trainer.loss import LOSSES, LossConfig
-from trainer.packing import Items, Pass
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
 from trainer.updates import Snapshot, StepConfig, divide, with_high_entropies
@@ -255,10 +254,9 @@ def test_tokens_of_the_same_entropy_are_chosen_together(seed: int, share: float,
     exact = torch.rand(5, dtype=dtype, generator=draw)[torch.randint(5, (40,), generator=draw)] * 4
     last_digit = torch.finfo(dtype).eps
     noise = (torch.rand(40, dtype=dtype, generator=draw) - 0.5) * 20 * last_digit * (1 + exact)
-    n = torch.arange(40)
-    one = Pass(n[None], Items(n, n, n, n, torch.ones(40), {"logprobs": torch.zeros(40)}))
+    row = {"loss_mask": torch.ones(40)}
     chosen = [
-        with_high_entropies([one], [entropies], share, None)[0].items.inputs["high_entropy"] > 0
+        with_high_entropies([row], [entropies], share, None)[0]["high_entropy"] > 0
         for entropies in (exact, exact + noise)
     ]
     assert torch.equal(*chosen)

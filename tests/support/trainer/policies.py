@@ -13,10 +13,10 @@ from torch import Tensor
 from any_agent.demo.models.tiny import make_model
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig
-from trainer.packing import padded_pass
+from trainer.packing import padded_passes
 from trainer.pass_runner import Computed
 from trainer.policy import Policy
-from trainer.rows import Batch, Row, count_trained, with_training_signal
+from trainer.rows import Row, count_trained, with_training_signal
 from trainer.world import World
 
 VOCAB = 48
@@ -83,13 +83,9 @@ def random_rows(
     return rows
 
 
-def computed(policy: Policy, batch: Batch, temperature: float | Tensor = 1.0) -> Computed:
-    """Padded rows in one pass, with one temperature for all or [batch]."""
-    if not isinstance(temperature, Tensor):
-        temperature = torch.tensor(temperature, dtype=torch.float64)
-    numbers = torch.arange(batch["input_ids"].shape[0])
-    batch = batch | {"temperatures": temperature.expand(len(numbers)), "sequences": numbers}
-    (done,) = policy.runner.run([padded_pass(batch)])
+def computed(policy: Policy, rows: Sequence[Row]) -> Computed:
+    """Padded rows in one pass."""
+    (done,) = policy.runner.run(padded_passes(rows, 10_000))
     return done
 
 

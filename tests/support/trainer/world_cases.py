@@ -34,12 +34,11 @@ from trainer.from_config import policy_config
 from trainer.lora import adapter_tensors
 from trainer.loss import LossConfig, LossStats
 from trainer.model import PolicyConfig
-from trainer.packing import Pass
 from trainer.parallel.trainer_group import Follower, drop_reference, load_policy, load_reference
 from trainer.policy import Policy
 from trainer.reference import reference_logprobs
 from trainer.rows import Row, count_trained
-from trainer.updates import StepConfig, divide
+from trainer.updates import Minibatch, StepConfig, divide
 from trainer.world import World, whole_tensor
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
@@ -82,22 +81,30 @@ def under(
         policy = divided_policy(world, master, lr=1e-3, **config)
         found = _gradient(world, policy, 0)
         for case in range(2):
-            policy.step([_share(world, policy, case)])
+            policy.step([_share(world, policy, case)], split(case)[1])
         out.append((found, weights_of(policy)))
     return out
 
 
-def _share(world: World, policy: Policy, case: int) -> tuple[list[Pass], int]:
-    """This process's passes, and the tokens of all."""
-    rows, budget = split(case)
+def _share(world: World, policy: Policy, case: int) -> Minibatch:
+    """This process's part of the case's rows."""
+    return _part(world, policy, *split(case))
+
+
+def _part(world: World, policy: Policy, rows: list[Row], budget: int) -> Minibatch:
     parts, shapes = policy.runner.shares(rows, world.size, budget)
-    return policy.runner.plan(parts[world.rank], budget, shapes), count_trained(rows)
+    return Minibatch(parts[world.rank], count_trained(rows), shapes)
+
+
+def _accumulated(world: World, policy: Policy, case: int) -> LossStats:
+    one = _share(world, policy, case)
+    passes = policy.runner.plan(one.rows, split(case)[1], one.shapes)
+    policy.optimizer.zero_grad(set_to_none=True)
+    return policy.accumulate(passes, one.tokens, LossConfig())
 
 
 def _gradient(world: World, policy: Policy, case: int) -> Found:
-    passes, total = _share(world, policy, case)
-    policy.optimizer.zero_grad(set_to_none=True)
-    stats = policy.accumulate(passes, total, LossConfig())
+    stats = _accumulated(world, policy, case)
     found = {n: whole_tensor(p.grad, world.device) for n, p in policy.model.named_parameters()}
     return stats.loss, found if world.leads else {}
 
@@ -114,9 +121,7 @@ def adapters_of(
         adapter = adapter_tensors(policy.model)
         found = []
         for case in range(cases):
-            passes, total = _share(world, policy, case)
-            policy.optimizer.zero_grad(set_to_none=True)
-            stats = policy.accumulate(passes, total, LossConfig())
+            stats = _accumulated(world, policy, case)
             assert {n for n, p in policy.model.named_parameters() if p.grad is not None} <= (
                 adapter.keys()
             )
@@ -135,12 +140,8 @@ def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStat
         policy, frozen = (divided_policy(world, lr=1e-3) for _ in range(2))
         policy.reference = frozen.runner.logprobs
         rows, parts, budget = divided_case(case)
-        work = []
-        for part in parts:
-            shares, shapes = policy.runner.shares([rows[k] for k in part], world.size, budget)
-            passes = policy.runner.plan(shares[world.rank], budget, shapes)
-            work.append((passes, count_trained([rows[k] for k in part])))
-        result = policy.step(work, config, StepConfig(2))
+        work = [_part(world, policy, [rows[k] for k in part], budget) for part in parts]
+        result = policy.step(work, budget, config, StepConfig(2))
         out.append((result.stats, weights_of(policy)))
     return out
 

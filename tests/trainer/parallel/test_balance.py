@@ -14,9 +14,8 @@ from tests.support.trainer.trees import tree_rows
 from trainer.packing import (
     balanced,
     balanced_tries,
-    idle_batch,
+    idle_pass,
     in_common,
-    padded_pass,
     tree_passes,
     tree_shape,
 )
@@ -61,9 +60,8 @@ def test_equal_rows_are_always_divided_alike() -> None:
 
 
 def test_what_an_idle_process_runs_trains_one_token() -> None:
-    batch = idle_batch()
-    assert int(batch["loss_mask"].sum()) == 1
-    assert not batch["loss_mask"][0, 0]
+    one = idle_pass()
+    assert one.items.positions.tolist() == [1] and one.items.sources.tolist() == [0]
 
 
 @given(st.integers(0, 1000), st.integers(1, 5))
@@ -152,7 +150,6 @@ def test_each_pass_of_each_process_has_one_place_within_what_it_descends_from(
 def test_a_chain_beside_branches_makes_no_process_wait(length: int) -> None:
     chain = list(range(-1, length - 1))
     branches = [-1] * length
-    nothing = padded_pass(idle_batch())
-    passes = [replace(nothing, parent=k) for k in branches]
+    passes = [replace(idle_pass(), parent=k) for k in branches]
     assert len(in_common(passes, [chain, branches], 1)) == length
     assert len(in_common(passes, [[], branches], 1)) == length
