@@ -3,16 +3,17 @@
 Each contender makes the same step on the same rows, with one thread, in a process of its own:
 
 - ``any-agent``: `Policy.train` with the default settings, a row for each turn; and the same with
-  ``train.dtype=bfloat16`` and with ``train.offload_optimizer``, in which weights are divided;
+  ``train.dtype=bfloat16``, with ``train.offload_optimizer``, and in two processes, among which
+  weights are divided;
 - ``bucketed rows``: a row for each turn, those of like length padded together, plain transformers;
 - ``concatenated``: the same, a row for each path from a session's start to a last turn;
 - ``TRL, rows`` and ``TRL, concatenated``: TRL's GRPOTrainer on these rows, with its own padding,
   its pass for the importance weights, and its loss.
 
 The peers' size of a pass is swept on a part of the rows; the best is kept. CPU is that of the step
-alone (user and system), memory the process's peak. Each loss and gradient norm is compared with
-ours, but for bfloat16's, whose digits are fewer. Ours say how many tokens they computed for each
-distinct one.
+alone (user and system), memory the process's peak; of two processes they are the sums. Each loss
+and gradient norm is compared with ours, but for bfloat16's, whose digits are fewer. Ours say how
+many tokens they computed for each distinct one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import psutil
 import torch
 
 from any_agent.config import TrainConfig
+from any_agent.runtime.ports import free_port
 from benchmarks.common import finish, machine, median, parser, ratio
 from benchmarks.peers.training import Bucketed, FullLogits, Peer, Step, Trl
 from benchmarks.training_rows import (
@@ -50,14 +52,18 @@ from benchmarks.training_rows import (
     make_model,
     make_rows,
 )
+from trainer.command_channel import Leader
 from trainer.from_config import loss_config, policy_config
+from trainer.parallel.trainer_group import Follower
 from trainer.policy import Policy
 from trainer.rows import Row
+from trainer.world import World, join
 
 OURS = "any-agent"
 OTHER_WAYS: dict[str, dict[str, Any]] = {
     "ours, bfloat16": {"dtype": "bfloat16"},
     "ours, offload": {"offload_optimizer": True},
+    "ours, 2 processes": {"processes": 2},
 }
 """The settings of other ways to make our step."""
 PEERS = {
@@ -95,8 +101,9 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
     made = make_rows(workload, model.config.vocab_size)
     rows = made.paths if PEERS.get(told["contender"]) == "paths" else made.rows
     settings = OTHER_WAYS.get(told["contender"], {})
+    processes = [psutil.Process()]
     if settings or told["contender"] == OURS:
-        step = _ours(model, settings)
+        step = _ours(model, settings, processes)
     else:
         peer = _peer(told["contender"], model)
         if "sizes" in told:
@@ -105,14 +112,16 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
         step = peer.step
     # The first step makes the optimizer's state.
     step(_warm_up(rows))
-    before = _memory("VmRSS")
+    before = _memory("VmRSS", processes)
     seconds = []
     for _ in range(told["rounds"]):
         gc.collect()
-        began = time.process_time()
+        began = _cpu(processes)
         done = step(rows)
-        seconds.append(time.process_time() - began)
-    peak = _memory("VmHWM")
+        seconds.append(_cpu(processes) - began)
+    peak = _memory("VmHWM", processes)
+    for follower in processes[1:]:
+        follower.terminate()
     return {
         "cpu": median(seconds),
         "peak": peak,
@@ -136,15 +145,44 @@ def _warm_up(rows: Sequence[Row]) -> list[Row]:
     return [{key: value[part] if value.ndim else value for key, value in rows[0].items()}]
 
 
-def _ours(model: Any, settings: dict[str, Any]) -> Callable[[Sequence[Row]], Step]:
+def _ours(
+    model: Any, settings: dict[str, Any], processes: list[psutil.Process]
+) -> Callable[[Sequence[Row]], Step]:
+    """Return our step; processes that share in it are added to ``processes``."""
     config = TrainConfig(device="cpu", lr=LR, **settings)
-    policy = Policy(model, policy_config(config))
+    world = _joined(model, config, processes)
+    leader = Leader(world) if world is not None else None
+    policy = Policy(model, policy_config(config), world)
+    policy.leader = leader
 
     def step(rows: Sequence[Row]) -> Step:
         done = policy.train(rows, config.micro_batch_tokens, loss_config(config))
         return Step(done.stats.loss, done.grad_norm, done.stats.tokens_computed)
 
     return step
+
+
+def _joined(model: Any, config: TrainConfig, processes: list[psutil.Process]) -> World | None:
+    """Return this process's place among those that the config asks for, which it starts."""
+    if config.processes == 1:
+        return None
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    os.environ |= {"WORLD_SIZE": str(config.processes), "LOCAL_WORLD_SIZE": str(config.processes)}
+    fork = multiprocessing.get_context("fork")
+    for rank in range(1, config.processes):
+        follower = fork.Process(target=_follow, args=(model, config, rank), daemon=True)
+        follower.start()
+        processes.append(psutil.Process(follower.pid))
+    os.environ["RANK"] = "0"
+    return join("cpu")
+
+
+def _follow(model: Any, config: TrainConfig, rank: int) -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    world = join("cpu")
+    follower = Follower(world, policy_config(config), config)
+    follower.policy = Policy(model, policy_config(config), world)
+    follower.follow()
 
 
 def _peer(name: str, model: Any) -> Peer:
@@ -196,14 +234,21 @@ def _sample(rows: Sequence[Row], enough: int) -> list[Row]:
         count += 1
 
 
-def _memory(name: str) -> int:
-    """Return this process's resident bytes, as ``VmRSS`` or at their peak as ``VmHWM``."""
+def _cpu(processes: Sequence[psutil.Process]) -> float:
+    """Return the CPU seconds of this process, the first one, and of those beside it."""
+    others = (one.cpu_times() for one in processes[1:])
+    return time.process_time() + sum(one.user + one.system for one in others)
+
+
+def _memory(name: str, processes: Sequence[psutil.Process]) -> int:
+    """Return the processes' resident bytes, as ``VmRSS`` or at their peaks as ``VmHWM``."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        texts = [Path(f"/proc/{one.pid}/status").read_text() for one in processes]
     except FileNotFoundError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
-        return peak if name == "VmHWM" else psutil.Process().memory_info().rss
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+        return peak if name == "VmHWM" else sum(one.memory_info().rss for one in processes)
+    lines = (line for text in texts for line in text.splitlines() if line.startswith(name))
+    return sum(1024 * int(line.split()[1]) for line in lines)
 
 
 # ------------------------------------------------------------------------------- the contenders
