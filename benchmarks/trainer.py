@@ -101,9 +101,9 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
     made = make_rows(workload, model.config.vocab_size)
     rows = made.paths if PEERS.get(told["contender"]) == "paths" else made.rows
     settings = OTHER_WAYS.get(told["contender"], {})
-    processes = [psutil.Process()]
+    processes, policy = [psutil.Process()], None
     if settings or told["contender"] == OURS:
-        step = _ours(model, settings, processes)
+        step, policy = _ours(model, settings, processes)
     else:
         peer = _peer(told["contender"], model)
         if "sizes" in told:
@@ -120,8 +120,8 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
         done = step(rows)
         seconds.append(_cpu(processes) - began)
     peak = _memory("VmHWM", processes)
-    for follower in processes[1:]:
-        follower.terminate()
+    if policy is not None and policy.leader is not None:
+        policy.leader.stop()
     return {
         "cpu": median(seconds),
         "peak": peak,
@@ -147,8 +147,8 @@ def _warm_up(rows: Sequence[Row]) -> list[Row]:
 
 def _ours(
     model: Any, settings: dict[str, Any], processes: list[psutil.Process]
-) -> Callable[[Sequence[Row]], Step]:
-    """Return our step; processes that share in it are added to ``processes``."""
+) -> tuple[Callable[[Sequence[Row]], Step], Policy]:
+    """Return our step, and its policy; processes that share in it are added to ``processes``."""
     config = TrainConfig(device="cpu", lr=LR, **settings)
     world = _joined(model, config, processes)
     leader = Leader(world) if world is not None else None
@@ -159,7 +159,7 @@ def _ours(
         done = policy.train(rows, config.micro_batch_tokens, loss_config(config))
         return Step(done.stats.loss, done.grad_norm, done.stats.tokens_computed)
 
-    return step
+    return step, policy
 
 
 def _joined(model: Any, config: TrainConfig, processes: list[psutil.Process]) -> World | None:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -125,22 +126,23 @@ def training_batch(
     temperature: float = 1.0,
     reference: Callable[[Sequence[Row]], Sequence[torch.Tensor]] | None = None,
     vocabulary: int | None = None,
+    context: int | None = None,
 ) -> TrainingBatch:
     """Estimate advantages over the groups, then make one row per counted interaction, and divide
     the rows into minibatches.
 
     Stale tokens are masked; then the rows get their tokens' weights in the loss, if these differ.
     ``temperature`` applies to rows that do not state their own. ``reference`` returns the reference
-    model's log-probabilities of rows' trained tokens, for a divergence in the reward. Of a model
-    with ``vocabulary`` token ids: sessions with others are rejected, as those with a row too long.
+    model's log-probabilities of rows' trained tokens, for a divergence in the reward. Sessions are
+    rejected that have token ids from ``vocabulary`` on, or a row of more tokens than ``context`` or
+    the config allows.
     """
+    unfit = partial(_unfit, limit=config.max_row_tokens, vocabulary=vocabulary, context=context)
     rewards = [[session_rewards(s, config) for s in group] for group in groups]
     divergences: Divergences = {}
     if config.kl_reward_coef:
         assert reference is not None, "the trainer has a reference model"
-        divergences = found_divergences(
-            _places(groups, rewards, config, temperature, vocabulary), reference
-        )
+        divergences = found_divergences(_places(groups, rewards, temperature, unfit), reference)
         rewards = less_divergence(rewards, divergences, config.kl_reward_coef)
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
@@ -165,8 +167,8 @@ def training_batch(
                 batch.rejected[session.session_id] = "zero_variance"
                 continue
             rows = _rows(session, r, advantages, temperature)
-            if (unfit := _unfit(rows, config, vocabulary)) is not None:
-                reason, why = unfit
+            if (found := unfit(rows)) is not None:
+                reason, why = found
                 log.warning("session %s is not trained on: %s", session.session_id, why)
                 batch.rejected[session.session_id] = reason
                 continue
@@ -200,28 +202,27 @@ def training_batch(
 def _places(
     groups: Sequence[Group],
     rewards: Sequence[Sequence[SessionRewards]],
-    config: TrainConfig,
     temperature: float,
-    vocabulary: int | None,
+    unfit: Callable[[Sequence[Row]], object],
 ) -> Iterator[tuple[Place, Row]]:
     """Yield the rows of all counted interactions, but for sessions with a row that is unfit."""
     for number, (group, of_group) in enumerate(zip(groups, rewards, strict=True)):
         for place, (session, r) in enumerate(zip(group, of_group, strict=True)):
             rows = _rows(session, r, [0.0] * len(r.counted), temperature)
-            if _unfit(rows, config, vocabulary) is None:
+            if unfit(rows) is None:
                 counted = (k for k, one in enumerate(r.counted) if one)
                 yield from zip(((number, place, k) for k in counted), rows, strict=True)
 
 
 def _unfit(
-    rows: Sequence[Row], config: TrainConfig, vocabulary: int | None
+    rows: Sequence[Row], *, limit: int | None, vocabulary: int | None, context: int | None
 ) -> tuple[str, str] | None:
     """Return the reason for which no step can take these rows, and its words; None: one can."""
     longest = max((row["input_ids"].shape[0] for row in rows), default=0)
-    limit = config.max_row_tokens
     if limit is not None and longest > limit:
-        text = f"one of its rows has {longest} tokens, above train.max_row_tokens={limit}"
-        return "too_long", text
+        return "too_long", f"a row has {longest} tokens, above train.max_row_tokens={limit}"
+    if context is not None and longest > context:
+        return "too_long", f"a row has {longest} tokens, above the model's context of {context}"
     for row in rows:
         if vocabulary is not None and (id := foreign_id(row, vocabulary)) is not None:
             return "unusable", (

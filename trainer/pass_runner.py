@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -29,10 +29,14 @@ from trainer.packing import (
 from trainer.pass_size import CPU_TOKENS
 from trainer.rows import Row, count_trained, foreign_id
 from trainer.tree_attention import TreePass
-from trainer.tree_probe import use_tree_attention
+from trainer.tree_probe import neighbours_reason, use_tree_attention
 from trainer.world import UnshardedModel, World, everywhere
 
 log = logging.getLogger(__name__)
+
+Packing: TypeAlias = Literal["tree", "rows", "alone"]
+"""How rows are computed: shared prefixes once, padded beside each other, or each in its own pass;
+each costs more than the one before it."""
 
 MAX_HEAD_CHUNK = 1024
 _CPU_LOGITS = 1 << 25
@@ -80,15 +84,18 @@ class PassRunner:
         self._world = world
         self.pass_tokens = pass_tokens
         self.head_chunk = head_chunk or self._suitable_chunk()
-        self._require_plain_head()
         computed_in = dtype or next(self._model.parameters()).dtype
-        self.packing = packing
-        """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
-        if packing == "tree":
-            reason = use_tree_attention(self._model, self.within, computed_in, device)
-            if reason is not None:
-                log.warning("%s: every row is computed by itself, which costs more", reason)
-                self.packing = "rows"
+        self.packing: Packing = packing
+        """How rows are computed, here: `rows` also for a model that cannot share prefixes, `alone`
+        for one whose rows may not even be in one batch."""
+        probe = self._model, self.within, computed_in, device
+        if reason := neighbours_reason(*probe):
+            self.packing = "alone"
+        elif packing == "tree" and (reason := use_tree_attention(*probe)):
+            self.packing = "rows"
+        if reason is not None:
+            log.warning("%s: every row is computed by itself, which costs more", reason)
+        self._require_plain_head()
         self.fused = compile and self._compile(computed_in)
         """The layers, and what follows the head, are compiled."""
 
@@ -96,6 +103,11 @@ class PassRunner:
     def vocabulary(self) -> int:
         """The number of token ids that the model takes."""
         return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a row, by the model's configuration; None: it does not say."""
+        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def plan(
         self,
@@ -108,10 +120,10 @@ class PassRunner:
         ``token_budget`` bounds the tokens of a pass; None: what suits the device. ``shapes`` are
         those of the world's processes, of :meth:`shares`; none: each has the same rows. The same
         rows, in any order, and the same settings make the same plan. Raises ValueError for token
-        ids that the model does not have.
+        ids and positions that the model does not have.
         """
-        self._require_ids(rows)
-        make = padded_passes if self.packing == "rows" else tree_passes
+        self._require_fitting(rows)
+        make = tree_passes if self.packing == "tree" else padded_passes
         passes = make(rows, self.budget(token_budget))
         if self._world is None:
             return passes
@@ -125,8 +137,11 @@ class PassRunner:
         if self._world is not None and not everywhere(reason is None):
             reason = reason or "torch.compile does not work in another process"
         if reason is None:
-            how = (dtype, self._device, self.packing, self.pass_tokens)
-            reason = use_compiled_layers(self._model, self.within, *how)
+            reason = use_compiled_layers(
+                *(self._model, self.within, dtype, self._device),
+                packing="tree" if self.packing == "tree" else "rows",
+                tokens=self.pass_tokens,
+            )
         if reason is not None:
             log.warning("%s: nothing is compiled, which is slower on a GPU", reason)
         return reason is None
@@ -138,9 +153,9 @@ class PassRunner:
 
         Raises as :meth:`plan`, before another process gets its rows.
         """
-        self._require_ids(rows)
+        self._require_fitting(rows)
         budget = self.budget(token_budget)
-        if self.packing == "rows":
+        if self.packing != "tree":
             parts = balanced(rows, processes)
             return parts, [[-1] * len(micro_batches(part, budget)) for part in parts]
         parts = balanced_tries(rows, processes)
@@ -239,6 +254,10 @@ class PassRunner:
         """The choice of ``pass_tokens``, for a record: a repeated step has the same passes."""
         return {self._device.type: self.pass_tokens}
 
+    def compute_like(self, other: PassRunner) -> None:
+        """Compute rows as another model does, too, if that costs more: passes suit both then."""
+        self.packing = max(self.packing, other.packing, key=get_args(Packing).index)
+
     def choose_as(self, recorded: Mapping[str, int]) -> None:
         """Choose the tokens of a pass as recorded, unless that was on another kind of device."""
         self.pass_tokens = recorded.get(self._device.type, self.pass_tokens)
@@ -247,12 +266,20 @@ class PassRunner:
         """Return the tokens of a pass: those that a caller sets, else what suits the device."""
         if wanted is not None and wanted < 1:
             raise ValueError("the token budget must be positive")
+        if self.packing == "alone":
+            return 1
         return self.pass_tokens if wanted is None else wanted
 
-    def _require_ids(self, rows: Sequence[Row]) -> None:
-        """Raise ValueError for a token id that the model lacks, which would end a GPU's process."""
-        size = self.vocabulary
+    def _require_fitting(self, rows: Sequence[Row]) -> None:
+        """Raise ValueError for a token id or a position that the model lacks, which would end a
+        GPU's process, or be computed with angles that depend on other rows."""
+        size, context = self.vocabulary, self.context
         for k, row in enumerate(rows):
+            if context is not None and len(row["input_ids"]) > context:
+                raise ValueError(
+                    f"row {k} has {len(row['input_ids'])} tokens, above the model's context of "
+                    f"{context}"
+                )
             if (id := foreign_id(row, size)) is not None:
                 raise ValueError(
                     f"row {k} has the token id {id}, and the model's are 0 to {size - 1}: the "

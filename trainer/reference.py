@@ -63,14 +63,14 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
         whole,
         policy.device,
         world=policy.world,
-        packing=policy.runner.packing,
+        packing="tree" if policy.runner.packing == "tree" else "rows",
         head_chunk=config.head_chunk,
         dtype=config.dtype,
         compile=policy.runner.fused,
         pass_tokens=policy.runner.pass_tokens,
     )
-    # It computes the policy's passes, so these are of a kind that both can compute.
-    policy.runner.packing = runner.packing
+    # It computes the policy's passes.
+    policy.runner.compute_like(runner)
     return runner.logprobs
 
 

@@ -78,6 +78,7 @@ class StepMaker:
             temperature=self._config.sampling.temperature,
             reference=partial(reference_logprobs, policy, token_budget=c.micro_batch_tokens),
             vocabulary=policy.runner.vocabulary,
+            context=policy.runner.context,
         )
 
     def optimize(self, policy: Policy, batch: TrainingBatch, taken: Manifest) -> StepResult | None:

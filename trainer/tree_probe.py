@@ -1,7 +1,8 @@
-"""The check at load that a model's attention can be computed over a tree of tokens."""
+"""The checks at load of how rows may be computed: as a tree of tokens, in batches, or alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from any_agent.errors import StartupError
 from trainer.logprobs import hidden_of
 from trainer.packing import Items, padded_passes, tree_passes
 from trainer.rows import Row, with_training_signal
@@ -17,6 +19,67 @@ from trainer.tree_attention import NAME, TreePass
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """The relative difference between hidden states, computed in two ways, that is rounding."""
 _COARSE_TOLERANCE = 0.05
+
+
+def neighbours_reason(
+    model: Any,
+    run: Callable[..., Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """Return the reason if a row's hidden states depend on the rows beside it; None if they do not.
+
+    A row is computed alone, and beside longer ones of few different tokens, in the mode in which
+    the model is trained: experts of limited capacity would be full then. Positions are rotated in
+    a short row alone, and beside one as long as the context. Arguments as of
+    :func:`use_tree_attention`. Raises StartupError for a model that computes the same row
+    differently each time.
+    """
+    name = type(model).__name__
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    row = trained_row([k % vocabulary for k in range(1, 9)])
+    beside = [trained_row([k % vocabulary] * 32) for k in range(1, 5)]
+    with torch.no_grad():
+        like = torch.zeros(1, dtype=dtype, device=device)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 9
+        if any(_rotates_by_length(module, context, like) for module in model.modules()):
+            return f"{name} scales positions by the longest row of a batch"
+        alone, again, among = (
+            run(hidden_of, one.to(device), None)[-1, : len(row["input_ids"])].double()
+            for rows in ([row], [row], [row, *beside])
+            for one in padded_passes(rows, 1024)
+        )
+        if (error := _difference(again, alone)) > TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+            raise StartupError(
+                f"{name} computes other hidden states each time that it gets the same row (by "
+                f"{error:.1e}): set the rates of dropout and noise to 0 in its config.json, or "
+                "train.gradient_checkpointing=false"
+            )
+        if (error := _difference(among, alone)) > TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+            return (
+                f"{name} computes other hidden states of a row beside other rows (by {error:.1e})"
+            )
+    return None
+
+
+def _rotates_by_length(module: Any, context: int, like: Tensor) -> bool:
+    """Return True for a rotary embedding whose angles depend on the greatest position."""
+    kinds = getattr(module, "rope_type", None)
+    if kinds is None:
+        return False
+    for given in [{"layer_type": kind} for kind in kinds] if isinstance(kinds, dict) else [{}]:
+        short = torch.arange(8, device=like.device)[None]
+        far = torch.cat([short, torch.full_like(short[:, :1], context - 1)], dim=1)
+        one, other = (module(like, positions, **given)[0][:, :8] for positions in (short, far))
+        if not torch.equal(one, other):
+            return True
+    return False
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the relative difference; infinite where one is not finite."""
+    error = float((found - expected).norm() / expected.norm())
+    return error if math.isfinite(error) else math.inf
 
 
 def use_tree_attention(
@@ -85,8 +148,7 @@ def _by_probe(
     name, layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
     if len(tree.layers) != layers:
         return f"{len(tree.layers)} of {layers} layers of {name} use the attention function"
-    error = float((found - expected).norm() / expected.norm())
-    if not error <= TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+    if (error := _difference(found, expected)) > TOLERANCE.get(dtype, _COARSE_TOLERANCE):
         return f"{name} computes other hidden states over shared prefixes (by {error:.1e})"
     return None
 

@@ -293,7 +293,8 @@ class TrainConfig(Section):
     the optimizer's state, 1,024 to 16,384. A restart keeps the choice."""
     max_row_tokens: int | None = Field(None, ge=16)
     """The longest row, in tokens: a session with a longer one is rejected as `too_long`, and the
-    log names it. null: no limit, and a row that does not fit into memory ends the trainer."""
+    log names it, as one with a row beyond the model's context. null: no other limit, and a row that
+    does not fit into memory ends the trainer."""
     checkpoint_every: int = Field(20, ge=1)
     """Steps between checkpoints; the last step always has one. A restarted trainer repeats the
     steps since the last checkpoint; until then the ranks keep the sessions of these steps in

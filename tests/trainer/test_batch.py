@@ -113,7 +113,7 @@ def test_a_session_with_a_row_that_is_too_long_is_named_and_still_in_the_baselin
     assert batch.rejected == {"long": "too_long"}
     assert batch.scores == [4.0, 1.0, 1.0]
     assert advantages(batch) == [-1.0, -1.0, -1.0]
-    assert "session long is not trained on: one of its rows has 15 tokens" in caplog.text
+    assert "session long is not trained on: a row has 15 tokens" in caplog.text
     assert batch_of(episode, longest=15).rejected == {}
 
 
@@ -126,6 +126,15 @@ def test_a_session_with_a_token_that_the_model_lacks_is_left_out_and_ends_nothin
     assert batch.scores == [1.0, 0.0, 1.0]
     whole = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, vocabulary=100)
     assert whole.rejected == {}
+
+
+def test_a_session_beyond_the_models_context_is_too_long() -> None:
+    episode = [session("long", 1.0, output=(4, 4, 8, 4, 4, 4, 4)), session("bad", 0.0)]
+    for context, rejected in ((8, {"long": "too_long"}), (100, {})):
+        batch = training_batch(
+            [episode], CONFIG, step=0, eta=0, step_of_version={0: 0}, context=context
+        )
+        assert batch.rejected == rejected
 
 
 def test_nothing_but_leftovers() -> None:
