@@ -85,6 +85,21 @@ def loaded(
         return prepared(model, config, world)
 
 
+def context_of(model: Any) -> int | None:
+    """Return the most tokens of a row, by a model's configuration; None: it does not say.
+
+    A configuration may have the tokens before its positions are scaled, and the factor.
+    """
+    config = model.config.get_text_config()
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(one for one in ropes.values() if isinstance(one, dict))]:
+        if most is not None and rope.get("rope_type") != "dynamic":
+            original = rope.get("original_max_position_embeddings") or 0
+            most = max(most, int(original * (rope.get("factor") or 1)))
+    return most
+
+
 def world_for(config: PolicyConfig, world: World | None) -> World | None:
     """Return the world to divide weights in: this process alone if the configuration needs one."""
     if world is None and (config.dtype is not None or config.offload):

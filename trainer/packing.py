@@ -7,8 +7,8 @@ tree of rows, and the items of the loss, one for each trained token of each row.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -204,8 +204,8 @@ class Pass:
     blocks: Sequence[Block] = ()
     parent: int = -1
     around: int = -1
-    """The pass between whose forward and backward computation this one runs: its parent, or what
-    another process computes for longer."""
+    """The pass between whose forward and backward computation this one runs: its parent, or
+    another one where processes share an order of computations."""
     keeps: bool = False
     """Other passes run before this one's backward computation."""
     row_tokens: int = 0
@@ -298,8 +298,8 @@ def in_common(passes: Sequence[Pass], shapes: Sequence[Shape], own: int) -> list
 
     All gather weights together: each must begin and end its passes when the others do, so their
     trees are laid over each other. Where another process has more, one runs a pass that comes later
-    anyway, or an idle one. ``shapes`` are those of all processes' passes, ``own`` is the number of
-    this one.
+    anyway, if no more passes are retained then than the deepest tree needs, or an idle one.
+    ``shapes`` are those of all processes' passes, ``own`` is the number of this one.
     """
     places = list(_laid_over(shapes))
     where = {mine[own]: place for place, (_, mine) in enumerate(places)} | {-1: -1}
@@ -316,10 +316,12 @@ def in_common(passes: Sequence[Pass], shapes: Sequence[Shape], own: int) -> list
 def _laid_over(shapes: Sequence[Shape]) -> Iterator[tuple[int, list[int]]]:
     """Yield the number of the place around each place of a common tree, and each process's pass.
 
-    The pass is -1 where a process is idle. What a pass descends from is in a place around it.
+    The pass is -1 where a process is idle. What a pass descends from is in a place around it. No
+    more places are open at once than the deepest of the trees has.
     """
-    children = [_children(shape) for shape in shapes]
-    todo = [[deque(one[-1]) for one in children]]
+    trees = [_Descent(shape) for shape in shapes]
+    deepest = max((tree.heights[-1] for tree in trees), default=0)
+    todo = [[list(tree.children[-1]) for tree in trees]]
     """For each open place and process: the passes that descend from its pass, and are to come."""
     opened, count = [-1], 0
     while todo:
@@ -327,27 +329,54 @@ def _laid_over(shapes: Sequence[Shape]) -> Iterator[tuple[int, list[int]]]:
             todo.pop()
             opened.pop()
             continue
-        mine = []
-        for own in range(len(shapes)):
-            waiting = next((one[own] for one in reversed(todo) if one[own]), None)
-            mine.append(waiting.popleft() if waiting else -1)
+        room = deepest - len(todo)
+        mine = [
+            tree.taken((one[own] for one in reversed(todo)), room) for own, tree in enumerate(trees)
+        ]
         yield opened[-1], mine
-        todo.append(
-            [deque(one[k] if k >= 0 else ()) for one, k in zip(children, mine, strict=True)]
-        )
+        below = zip(trees, mine, strict=True)
+        todo.append([list(tree.children[k]) if k >= 0 else [] for tree, k in below])
         opened.append(count)
         count += 1
 
 
-def _children(shape: Shape) -> list[list[int]]:
-    """Return the children of each pass, and at last the roots; those with the most descendants
-    first."""
-    out: list[list[int]] = [[] for _ in range(len(shape) + 1)]
-    sizes = [1] * (len(shape) + 1)
-    for number in range(len(shape) - 1, -1, -1):
-        out[shape[number]].append(number)
-        sizes[shape[number]] += sizes[number]
-    return [sorted(of_one, key=lambda k: (-sizes[k], k)) for of_one in out]
+class _Descent:
+    """What descends from each pass of a shape; its roots, from the last entry, -1."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.heights = [1] * len(shape) + [0]
+        """The passes on the longest way from each down, itself included."""
+        sizes = [1] * (len(shape) + 1)
+        self.children: list[list[int]] = [[] for _ in range(len(shape) + 1)]
+        for number in range(len(shape) - 1, -1, -1):
+            parent = shape[number]
+            self.children[parent].append(number)
+            sizes[parent] += sizes[number]
+            itself = 1 if parent >= 0 else 0
+            self.heights[parent] = max(self.heights[parent], self.heights[number] + itself)
+        for of_one in self.children:
+            of_one.sort(key=lambda k: (-self.heights[k], -sizes[k], k))
+
+    def taken(self, waiting: Iterable[list[int]], room: int) -> int:
+        """Take the highest pass with at most ``room`` below it, from the first list with one; -1
+        without any."""
+        for passes in waiting:
+            first = bisect_left(passes, -room - 1, key=lambda k: -self.heights[k])
+            if first < len(passes):
+                return passes.pop(first)
+        return -1
+
+
+def require_inputs(rows: Sequence[Row]) -> None:
+    """Raise ValueError for rows of which some lack an input of the loss, or that are greedy."""
+    known: set[str] = set()
+    for number, row in enumerate(rows):
+        names = {name for name, tensor in row.items() if tensor.is_floating_point()}
+        known = known if number else names
+        if odd := known ^ names:
+            raise ValueError(f"{', '.join(sorted(odd))} is missing in some rows")
+        if not bool((row["temperatures"] > 0).all()):
+            raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
 
 
 def _items(rows: Sequence[Row], numbers: Sequence[int], width: int = 0) -> Items:
@@ -355,14 +384,10 @@ def _items(rows: Sequence[Row], numbers: Sequence[int], width: int = 0) -> Items
 
     Their sources are counted in their own row, or through rows of this ``width``.
     """
+    require_inputs([rows[k] for k in numbers])
     places = [trained_positions(rows[k]) for k in numbers]
     given = [at_trained(rows[k], own) for k, own in zip(numbers, places, strict=True)]
-    for one in given:
-        if odd := given[0].keys() ^ one.keys():
-            raise ValueError(f"{', '.join(sorted(odd))} is missing in some rows")
     inputs = {name: torch.cat([one[name] for one in given]) for name in sorted(given[0])}
-    if not bool((inputs["temperatures"] > 0).all()):
-        raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
     labels = [rows[k]["input_ids"][own].long() for k, own in zip(numbers, places, strict=True)]
     return Items(
         torch.cat([own - 1 + place * width for place, own in enumerate(places)]),

@@ -14,6 +14,7 @@ from torch import Tensor
 from any_agent.errors import StartupError
 from trainer.layer_probe import use_compiled_layers
 from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs, try_fused
+from trainer.model import context_of
 from trainer.packing import (
     Items,
     Pass,
@@ -23,11 +24,12 @@ from trainer.packing import (
     in_common,
     micro_batches,
     padded_passes,
+    require_inputs,
     tree_passes,
     tree_shape,
 )
 from trainer.pass_size import CPU_TOKENS
-from trainer.rows import Row, count_trained, foreign_id
+from trainer.rows import Row, count_trained, foreign_id, is_trained
 from trainer.tree_attention import TreePass
 from trainer.tree_probe import neighbours_reason, use_tree_attention
 from trainer.world import UnshardedModel, World, everywhere
@@ -91,9 +93,9 @@ class PassRunner:
         probe = self._model, self.within, computed_in, device
         if reason := neighbours_reason(*probe):
             self.packing = "alone"
+            log.warning("%s: each row is a pass of its own, which costs much more", reason)
         elif packing == "tree" and (reason := use_tree_attention(*probe)):
             self.packing = "rows"
-        if reason is not None:
             log.warning("%s: every row is computed by itself, which costs more", reason)
         self._require_plain_head()
         self.fused = compile and self._compile(computed_in)
@@ -107,7 +109,7 @@ class PassRunner:
     @property
     def context(self) -> int | None:
         """The most tokens of a row, by the model's configuration; None: it does not say."""
-        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return context_of(self._model)
 
     def plan(
         self,
@@ -168,6 +170,7 @@ class PassRunner:
         together. Only the passes on the way to the current one are retained.
         """
         opened: list[tuple[int, Pass, TreePass | None, Tensor | None]] = []
+        parents = {one.parent for one in passes}
 
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
@@ -184,7 +187,7 @@ class PassRunner:
             work, tree, hidden = one.to(self._device), None, None
             if work.depths is not None:
                 past = _past(one, passes, {k: ancestor for k, _, ancestor, _ in opened})
-                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
+                tree = TreePass(work.blocks, int(work.depths.max()), past, number in parents)
             if work.keeps:
                 hidden = self.within(hidden_of, work, tree)
             opened.append((number, work, tree, hidden))
@@ -271,9 +274,10 @@ class PassRunner:
         return self.pass_tokens if wanted is None else wanted
 
     def _require_fitting(self, rows: Sequence[Row]) -> None:
-        """Raise ValueError for a token id or a position that the model lacks, which would end a
-        GPU's process, or be computed with angles that depend on other rows."""
+        """Raise ValueError for rows that cannot be computed, or not together; so a token id or a
+        position that the model lacks does not end a GPU's process."""
         size, context = self.vocabulary, self.context
+        require_inputs([row for row in rows if is_trained(row)])
         for k, row in enumerate(rows):
             if context is not None and len(row["input_ids"]) > context:
                 raise ValueError(

@@ -244,8 +244,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DatasetError("there is no line in the data")
     examples = _short_enough(
         chosen(examples, min_reward=arguments.min_reward, best=arguments.best),
-        config.train.max_row_tokens
-        or policy.model.config.get_text_config().max_position_embeddings,
+        min(filter(None, (config.train.max_row_tokens, policy.runner.context)), default=None),
     )
     order = random.Random(config.train.seed)
     order.shuffle(examples)
@@ -296,7 +295,9 @@ def _config(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def _short_enough(examples: Sequence[Example], most: int) -> list[Example]:
+def _short_enough(examples: Sequence[Example], most: int | None) -> list[Example]:
+    if most is None:
+        return list(examples)
     kept = [e for e in examples if max(row["input_ids"].shape[0] for row in e.rows) <= most]
     if left_out := len(examples) - len(kept):
         print(f"data      {left_out} examples are left out: a row has more than {most} tokens")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from any_agent.errors import StartupError
 from trainer.logprobs import hidden_of
+from trainer.model import context_of
 from trainer.packing import Items, padded_passes, tree_passes
 from trainer.rows import Row, with_training_signal
 from trainer.tree_attention import NAME, TreePass
@@ -41,8 +42,8 @@ def neighbours_reason(
     beside = [trained_row([k % vocabulary] * 32) for k in range(1, 5)]
     with torch.no_grad():
         like = torch.zeros(1, dtype=dtype, device=device)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 9
-        if any(_rotates_by_length(module, context, like) for module in model.modules()):
+        context = context_of(model)
+        if context and any(_rotates_by_length(one, context, like) for one in model.modules()):
             return f"{name} scales positions by the longest row of a batch"
         alone, again, among = (
             run(hidden_of, one.to(device), None)[-1, : len(row["input_ids"])].double()
@@ -70,8 +71,14 @@ def _rotates_by_length(module: Any, context: int, like: Tensor) -> bool:
     for given in [{"layer_type": kind} for kind in kinds] if isinstance(kinds, dict) else [{}]:
         short = torch.arange(8, device=like.device)[None]
         far = torch.cat([short, torch.full_like(short[:, :1], context - 1)], dim=1)
-        one, other = (module(like, positions, **given)[0][:, :8] for positions in (short, far))
-        if not torch.equal(one, other):
+        try:
+            one, other = (module(like, positions, **given) for positions in (short, far))
+        except TypeError:
+            # It takes other arguments; the rows of the probe are all that is known of it.
+            continue
+        if isinstance(one, tuple):
+            one, other = one[0], other[0]
+        if not torch.equal(one, other[..., :8, :]):
             return True
     return False
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from any_agent.errors import StartupError
 from tests.support.trainer.policies import (
+    VOCAB,
     assert_same,
     dense_gradients,
     dense_logprobs,
@@ -21,8 +22,9 @@ from tests.support.trainer.policies import (
 )
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
-from trainer.model import PolicyConfig
+from trainer.model import PolicyConfig, context_of
 from trainer.policy import Policy
+from trainer.tree_probe import _rotates_by_length
 
 
 def limited(model: Any) -> Any:
@@ -73,6 +75,34 @@ def test_a_model_that_looks_at_neighbours_gets_each_row_alone(
     loss, got = trainer_gradients(policy, rows)
     assert loss == pytest.approx(float(dense_loss(policy.model, rows, LossConfig()).detach()))
     assert_same(got, dense_gradients(policy, rows, LossConfig()), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "dynamic", "factor": 4.0}, 64),
+        ({"rope_type": "default"}, 64),
+    ],
+)
+def test_the_context_is_that_of_scaled_positions(rope: dict[str, Any], most: int) -> None:
+    rope |= {"rope_theta": 10_000.0}
+    model = shaped_model("llama", max_position_embeddings=64, rope_parameters=rope)
+    assert context_of(model) == most
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "llama4_text", "gemma3_text"])
+def test_rotations_of_other_shapes_are_understood(kind: str) -> None:
+    """Those of the first two are one complex tensor; the third has two kinds of layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "head_dim": 8}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, intermediate_size=16, **shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rotary = next(m for m in model.modules() if hasattr(m, "rope_type"))
+    rotary = type(rotary)(config)
+    assert not _rotates_by_length(rotary, 4096, torch.zeros(1))
 
 
 def test_rows_beyond_the_context_are_refused_which_would_change_those_beside_them() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.trainer.trees import tree_rows
 from trainer.packing import (
+    Pass,
     balanced,
     balanced_tries,
     idle_pass,
@@ -130,6 +131,7 @@ def test_each_pass_of_each_process_has_one_place_within_what_it_descends_from(
     assert [[one.parent for one in plan] for plan in plans] == shapes
     every = [in_common(plan, shapes, k) for k, plan in enumerate(plans)]
     assert len({tuple((one.around, one.keeps) for one in plan) for plan in every}) == 1
+    deepest = max(map(_depth, plans))
     for plan, laid in zip(plans, every, strict=True):
         planned = {id(one.ids): one for one in plan}
         assert sorted(id(one.ids) for one in laid if one.depths is not None) == sorted(planned)
@@ -139,11 +141,32 @@ def test_each_pass_of_each_process_has_one_place_within_what_it_descends_from(
             while around[-1] >= 0:
                 around.append(laid[around[-1]].around)
             assert max(around) < place
+            assert len(around) <= deepest, "no more are retained than by the deepest tree"
             if one.depths is None:
                 assert not one.items.inputs, "idle"
             elif one.parent >= 0:
                 assert one.parent in around
                 assert laid[one.parent].ids is plan[planned[id(one.ids)].parent].ids
+
+
+def _depth(plan: Sequence[Pass]) -> int:
+    depths: list[int] = []
+    for one in plan:
+        depths.append(1 + (depths[one.parent] if one.parent >= 0 else 0))
+    return max(depths, default=0)
+
+
+def test_many_short_tries_beside_each_other_are_not_nested() -> None:
+    """Each is a chain of two or three passes, of which another process's could begin in between."""
+    short = [number - 1 if number % 2 else -1 for number in range(200)]
+    one = [-1, 0, 1, *(parent + 3 if parent >= 0 else -1 for parent in short)]
+    passes = [replace(idle_pass(), parent=parent) for parent in one]
+    laid = in_common(passes, [one, short], 0)
+    depths: list[int] = []
+    for place in laid:
+        depths.append(1 + (depths[place.around] if place.around >= 0 else 0))
+    assert max(depths) == 3
+    assert len(laid) < 1.05 * len(one)
 
 
 @pytest.mark.parametrize("length", [1, 5, 50])
