@@ -284,8 +284,9 @@ class TrainConfig(Section):
     """An adapter of low rank to train. null: all weights are trained."""
     packing: Literal["tree", "rows"] = "tree"
     """`tree` computes a prefix that several calls share once, with the same loss and gradient;
-    `rows` computes every call by itself, as does `tree`, with a warning, for models whose attention
-    is not plainly causal."""
+    `rows` computes every call by itself, in batches, as does `tree`, with a warning, for models
+    whose attention is not plainly causal. A model that looks at other rows of a batch gets each
+    call alone in either case, with a warning."""
     micro_batch_tokens: int | None = Field(None, ge=16)
     """The most tokens in one forward pass of one process, which bounds its memory; a longer row is
     not cut. null: chosen by the model's shape and the device. On a CPU as
