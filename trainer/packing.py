@@ -341,7 +341,7 @@ def _laid_over(shapes: Sequence[Shape]) -> Iterator[tuple[int, list[int]]]:
 
 
 class _Descent:
-    """What descends from each pass of a shape; its roots, from the last entry, -1."""
+    """A shape from its roots down: the children of each pass, those of entry -1 being the roots."""
 
     def __init__(self, shape: Shape) -> None:
         self.heights = [1] * len(shape) + [0]
