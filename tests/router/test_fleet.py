@@ -139,7 +139,9 @@ async def test_only_ranks_that_serve_get_new_sessions(grown: Lab) -> None:
     for _ in range(6):
         assert (await grown.post(START, {})).status_code == 200
         assert (await grown.get("/v1/models")).status_code == 200
-    assert [len(rank.received) for rank in grown.ranks] == [0, 6, 6]
+    draining, *serving = (len(rank.received) for rank in grown.ranks)
+    # Which of two equals is taken is left to chance, so they differ by a few.
+    assert draining == 0 and sum(serving) == 12 and min(serving) >= 4
     ranks = (await grown.get("/healthz")).json()["ranks"]
     assert {rank: ranks[rank]["fleet"] for rank in ranks} == {
         "0": "draining",
