@@ -42,7 +42,7 @@ class Setup:
 
 TINY = Setup(
     name="tiny",
-    phase="making a tiny model",
+    phase="making a tiny model, which takes half a minute",
     module="model",
     options=lambda seed: ("--seed", str(seed)),
     task=ECHO,

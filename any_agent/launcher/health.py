@@ -86,7 +86,7 @@ def describe_health(run: Mapping[str, Any], steps: int) -> Health:
     opened = sum(states.get("open", 0) for states in counts)
     finished = sum(n for states in counts for name, n in states.items() if name not in _UNDECIDED)
     cells = [
-        _verdict(alarms),
+        _verdict(run),
         f"{opened} open, {run['slots']['waiting']} waiting, {finished} finished",
     ]
     if reward := _reward(run, steps):
@@ -104,9 +104,10 @@ def describe_health(run: Mapping[str, Any], steps: int) -> Health:
     )
 
 
-def _verdict(alarms: Sequence[Mapping[str, Any]]) -> str:
+def _verdict(run: Mapping[str, Any]) -> str:
+    alarms = run["alarms"]
     if not alarms:
-        return "well"
+        return "starting" if any(p["state"] == "starting" for p in run["parts"]) else "well"
     return f"{alarms[0]['level']}, {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}"
 
 

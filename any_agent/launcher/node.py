@@ -76,7 +76,7 @@ from any_agent.runtime.disk_space import has_space
 from any_agent.runtime.ports import accept_on, from_here, port_of, reachable, reserve, url_of
 
 _POLL_INTERVAL = 0.1
-_NOTICE_INTERVAL = 30.0  # seconds between two lines about a wait
+_NOTICE_INTERVAL = 10.0  # seconds between two lines about a wait
 _BACKLOG = 2048  # connections that may wait for a router that restarts
 LISTENING = "any-agent server listening at "
 """The text before the URL in the first line of :func:`listening`."""
@@ -440,7 +440,7 @@ class Node:
     def _until_ready(self) -> None:
         """Wait until all parts are ready; ones that die meanwhile are started again.
 
-        A line on the console says what is waited for, after some seconds and every half minute.
+        A line on the console says what is waited for, after some seconds and then every ten.
         """
         began = time.monotonic()
         told = began + SLOW - _NOTICE_INTERVAL

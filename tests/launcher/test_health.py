@@ -17,6 +17,7 @@ from any_agent.launcher.health import Console, Health, HealthReport, HealthWatch
 
 RUN: dict[str, Any] = {
     "alarms": [],
+    "parts": [{"name": "trainer", "state": "ready"}],
     "sessions": {
         "train": {"open": 3, "awaiting_reward": 1, "finalized": 2, "trained": 5},
         "eval": {"open": 1, "evaluated": 4},
@@ -51,6 +52,11 @@ def test_right_after_a_step_the_line_has_the_steps_own_figures() -> None:
     assert "reward 0.875 (since the step before: 0.900 over 64 sessions, 48 taught nothing)" in line
     fresh = RUN | {"since_step": since, "step": None, "version": None, "calls_rate": None}
     assert "reward" not in describe_health(fresh, 40).line
+
+
+def test_a_run_is_not_well_before_its_trainer_has_loaded_the_model() -> None:
+    parts = [{"name": "rank-0", "state": "ready"}, {"name": "trainer", "state": "starting"}]
+    assert describe_health(RUN | {"parts": parts}, 40).line.startswith("now       starting  4 open")
 
 
 def test_names_that_agents_choose_cannot_write_on_the_terminal() -> None:
