@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import (
+    WORDS,
     add_service_arguments,
     option,
     overrides_of,
@@ -27,6 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "serve",
         help="start the service on this machine: engines, proxies, router and, unless --no-train "
         "is given, trainer",
+        epilog=WORDS,
     )
     add_service_arguments(serve)
     option(
@@ -36,7 +38,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     serve.set_defaults(run=_serve)
     train = commands.add_parser(
-        "train", help="start the service as `serve` does, and end after the configured steps"
+        "train",
+        help="start the service as `serve` does, and end after the configured steps",
+        epilog=WORDS,
     )
     add_service_arguments(train)
     train.set_defaults(run=_train)
