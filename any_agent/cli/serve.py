@@ -92,6 +92,8 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     console = Console()
     set_up_logging(config.log_level, secrets=config.secrets(), before=console.clear)
     signal.signal(signal.SIGTERM, terminate)
+    # A script's shell starts what runs in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     say = console.say
     options = NodeOptions(train=train, say=say, show=console.show if console.live else None)
     if not train:
