@@ -37,6 +37,7 @@ from any_agent.keys import (
 )
 from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
+from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.ports import reserve, url_of
 from router.app import Router, listening, serve
 from router.client_response import ClientResponder
@@ -82,8 +83,10 @@ class ProxyRouter:
         """Serve until Ctrl-C, or until SIGTERM, which lets requests under way finish.
 
         ConfigError for an address that others reach while the proxies need no key, and for a port
-        that is taken; StartupError if a proxy does not answer.
+        that is taken; StartupError if a proxy does not answer. A script that ends by one of these
+        prints one line.
         """
+        one_line_errors()
         listener = reserve(host, port)
         bound = url_of(host, listener.getsockname()[1])
 

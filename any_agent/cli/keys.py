@@ -17,6 +17,7 @@ from any_agent.errors import StartupError
 from any_agent.runtime.command_line import (
     UNIT_SECONDS,
     add_below,
+    add_commands,
     add_trial_arguments,
     columns,
     count,
@@ -43,9 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="create, list and revoke keys of operators, trainers and tenants; rotate secrets",
         epilog=_EPILOG,
     )
-    below = keys.add_subparsers(
-        dest="keys_command", required=True, metavar="COMMAND", help="the action"
-    )
+    below = add_commands(keys, "keys_command")
     add = partial(add_below, below, epilog=_EPILOG, run=run)
     create = add("create", "create a key and print it, only this once")
     scopes = ("admin", "trainer", "tenant")

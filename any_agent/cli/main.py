@@ -25,7 +25,7 @@ from any_agent.cli import (
     sft,
     status,
 )
-from any_agent.runtime.command_line import guarded, parse
+from any_agent.runtime.command_line import WORDS, add_commands, guarded, parse
 
 _COMMANDS = (
     *(demo, model, serve, run, doctor, status, sessions, replay, eval, export, sft),
@@ -44,10 +44,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="any-agent",
         description="Makes any OpenAI-compatible agent trainable by reinforcement learning.",
         epilog="Something does not work? docs/how-to/troubleshoot.md has symptoms, causes and "
-        "remedies.",
+        f"remedies. {WORDS}",
     )
     parser.add_argument("--version", action="version", version=f"any-agent {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = add_commands(parser, "command")
     for command in _COMMANDS:
         command.add_parser(commands)
     commands.choices["completion"].set_defaults(whole=parser)

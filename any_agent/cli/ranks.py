@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from any_agent.errors import StartupError
 from any_agent.runtime.command_line import (
     add_below,
+    add_commands,
     add_trial_arguments,
     columns,
     count,
@@ -36,9 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="list the ranks of a running service, add one, or drain one",
         epilog=_EPILOG,
     )
-    below = ranks.add_subparsers(
-        dest="ranks_command", required=True, metavar="COMMAND", help="the action"
-    )
+    below = add_commands(ranks, "ranks_command")
     add = partial(add_below, below, epilog=_EPILOG, run=run)
     add("list", "show every rank: state, weight version, sessions")
     drain = add(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import (
+    WORDS,
     add_service_arguments,
     option,
     overrides_of,
@@ -27,6 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "serve",
         help="start the service on this machine: engines, proxies, router and, unless --no-train "
         "is given, trainer",
+        epilog=WORDS,
     )
     add_service_arguments(serve)
     option(
@@ -36,7 +38,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     serve.set_defaults(run=_serve)
     train = commands.add_parser(
-        "train", help="start the service as `serve` does, and end after the configured steps"
+        "train",
+        help="start the service as `serve` does, and end after the configured steps",
+        epilog=WORDS,
     )
     add_service_arguments(train)
     train.set_defaults(run=_train)
@@ -88,6 +92,8 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     console = Console()
     set_up_logging(config.log_level, secrets=config.secrets(), before=console.clear)
     signal.signal(signal.SIGTERM, terminate)
+    # A script's shell starts what runs in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     say = console.say
     options = NodeOptions(train=train, say=say, show=console.show if console.live else None)
     if not train:

@@ -17,7 +17,15 @@ from any_agent.errors import (
     ServiceUnavailable,
     Unauthenticated,
 )
-from any_agent.runtime.command_line import count, number, option, printable, seconds
+from any_agent.runtime.command_line import (
+    WORDS,
+    add_commands,
+    count,
+    number,
+    option,
+    printable,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     f"The key is an operator's or a tenant's. {KEY_HELP} Exit codes: 0 done, 1 not done (standard "
-    "error says why), 2 wrong input."
+    f"error says why), 2 wrong input. {WORDS}"
 )
 _LISTED = (
     ". STEP is the step that trained on it, or left it out; NOTE says why, if it taught nothing. "
@@ -39,6 +47,7 @@ _TAIL = (
     "aborted or expired. REWARD is the sum of its final reward and its calls' own; TURNS "
     "are its calls, TOKENS those that they sampled."
 )
+_SHOWN = ". docs/reference/http-api.md has its fields: SessionDetails."
 _ACTIONS = {
     "abort": ("abort open sessions and their calls", "aborted by the operator"),
     "veto": ("keep finalized sessions out of training", "vetoed by the operator"),
@@ -56,9 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="list, follow, show, abort, veto or delete the sessions of a running service",
         epilog=_EPILOG,
     )
-    below = sessions.add_subparsers(
-        dest="sessions_command", required=True, metavar="COMMAND", help="the action"
-    )
+    below = add_commands(sessions, "sessions_command")
     shown = _add(
         below, "list", "list sessions, newest first, including those that have ended", _LISTED
     )
@@ -77,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     limit = count(10**9, least=0)
     add("--limit N", "list at most N sessions (default 50); 0: all", type=limit, default=50)
     shown.set_defaults(action=_list)
-    show = _add(below, "show", "show every detail of sessions, with their rewards")
+    show = _add(below, "show", "show every detail of sessions, with their rewards", _SHOWN)
     show.add_argument("ids", nargs="+", metavar="ID")
     show.set_defaults(action=_show)
     for name, (help, reason) in _ACTIONS.items():

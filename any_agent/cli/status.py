@@ -19,7 +19,7 @@ from any_agent.errors import (
     Unauthenticated,
     WrongService,
 )
-from any_agent.runtime.command_line import columns, option, printable, seconds
+from any_agent.runtime.command_line import WORDS, columns, option, printable, seconds
 
 if TYPE_CHECKING:
     from any_agent.client.rl_client import RLClient
@@ -33,7 +33,7 @@ _EPILOG = f"""\
 The key is an operator's. {KEY_HELP}
 
 Exit codes: 0 all is well, 1 there are alarms, 2 no service answers, the key is refused, or wrong
-input.
+input. {WORDS}
 """
 _STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "head": "bold", "dim": "dim"}
 Line = tuple[str, str]

@@ -63,7 +63,8 @@ class SessionConfig(Section):
     """Seconds that one grade may take; then its process is killed, and the session is rejected."""
     implicit: bool = False
     """Open sessions for model calls that name none and come with a tenant's key (or, where no key
-    is required, with any): each conversation becomes a session, which `sessions.grader` rewards."""
+    is required, with any): each conversation becomes a session, which `sessions.grader` rewards.
+    Where nothing is trained these are eval sessions."""
     implicit_idle_timeout: float = Field(300.0, gt=0)
     """Seconds without a call after which such a session ends and is graded: set it above the
     longest pause of its agent between two calls."""

@@ -36,6 +36,8 @@ _SHORT = {
     "litellm-config": ("FILE", "litellm.config"),
 }
 """Options that stand for a setting: the metavar and the setting's name."""
+WORDS = "The words: docs/reference/glossary.md."
+"""The last words of the help of a command whose output has words of its own."""
 SLOW = 2.0
 """Seconds after which a command says why it waits."""
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -208,6 +210,19 @@ def option(parser: argparse._ActionsContainer, name: str, help: str, **settings:
     else:
         settings.setdefault("action", "store_true")
     parser.add_argument(*flag.split(","), help=help, **settings)
+
+
+def add_commands(
+    parser: argparse.ArgumentParser, dest: str
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Return what adds commands below a parser; without one it prints its help and ends with 2."""
+
+    def say_which(_: argparse.Namespace) -> int:
+        parser.print_help(sys.stderr)
+        return 2
+
+    parser.set_defaults(run=say_which)
+    return parser.add_subparsers(dest=dest, metavar="COMMAND", help="the action")
 
 
 def add_below(

@@ -27,6 +27,7 @@ from any_agent.errors import (
 from any_agent.protocol.conversation_key import task_of
 from any_agent.protocol.rl import StartSession
 from any_agent.record import InteractionTree
+from any_agent.types import SessionMode
 from proxy_ext.admission.fleet_place import choice_of
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.calls.call import Listener
@@ -106,8 +107,9 @@ class ImplicitSessions:
         call: ChatCall,
         caller: Caller,
         slot: CallSlot,
+        mode: SessionMode,
     ) -> JoinedSession:
-        """Return the session of a checked call.
+        """Return the session of a checked call, a new one of this ``mode``.
 
         Each answer is continued by one call at a time. TooManyRequests if a new session gets no
         slot in time; the call slot is lent to other calls meanwhile.
@@ -133,7 +135,7 @@ class ImplicitSessions:
         if match := await self._match(where, call, long=long):
             kind: JoinKind = "ambiguous" if match.ambiguous else "continued"
             return self._reserve(kind, match.answer.member, match.answer)
-        start = self._start(body, task)
+        start = self._start(body, task, mode)
         others = self._sessions.conversations.task(where)
         if others is not None and (unused := others.find_unused(start.metadata)) is not None:
             return self._reserve("reused", unused)
@@ -217,11 +219,12 @@ class ImplicitSessions:
             query = task.hash_messages(call.messages, call.tools, chat)
         return task.find(query, call.messages, self._sessions.conversations.ended_keys)
 
-    def _start(self, body: Any, task_id: str) -> StartSession:
+    def _start(self, body: Any, task_id: str, mode: SessionMode) -> StartSession:
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
         try:
             return StartSession(
                 task_id=task_id,
+                mode=mode.value,
                 group_size=self._config.implicit_group_size,
                 metadata=metadata if isinstance(metadata, dict) else {},
                 wait=self._config.implicit_wait,

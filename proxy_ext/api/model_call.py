@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.auth.access import Caller
 from any_agent.completions.apis import Api
 from any_agent.completions.call_types import Delta, Prepared
 from any_agent.completions.parsed_request import (
@@ -125,23 +126,33 @@ class ModelCall:
 
     async def start(self, slot: CallSlot) -> tuple[ParsedRequest, Listener]:
         """Check the call, and start it or join it again."""
-        if self.session is None and self._service.run.state == "training":
-            return await self._start_in_implicit_session(slot)
+        caller = self._service.auth.caller(self._request)
+        if self.session is None and self._service.implicit.accepts(caller):
+            return await self._start_in_implicit_session(slot, caller)
         return await self._start(slot)
 
-    async def _start_in_implicit_session(self, slot: CallSlot) -> tuple[ParsedRequest, Listener]:
+    async def _start_in_implicit_session(
+        self, slot: CallSlot, caller: Caller
+    ) -> tuple[ParsedRequest, Listener]:
         """Start a call that names no session in the one that its conversation belongs to, or in a
-        new one."""
-        implicit, caller = self._service.implicit, self._service.auth.caller(self._request)
+        new one: an eval session where nothing is trained."""
+        implicit, training = self._service.implicit, self._service.run.state == "training"
+        mode = SessionMode.TRAIN if training else SessionMode.EVAL
         before = self.body.get("previous_response_id") if isinstance(self.body, dict) else None
         joined = await implicit.join_named(caller, before) if isinstance(before, str) else None
         parsed = None
         if joined is None:
             # Before a session is looked for, or even opened.
-            parsed = await self._parse(None, SessionMode.TRAIN)
+            parsed = await self._parse(None, mode)
+            if parsed.call.prompts and not training:
+                # Nothing is lost to training if it belongs to no session.
+                return await self._start(slot, parsed)
             joined = await implicit.join(
-                self._request, self._api, self.body, parsed.call, caller, slot
+                self._request, self._api, self.body, parsed.call, caller, slot, mode
             )
+            if joined.session.mode is not mode:
+                # It was opened before training began or ended, and is sampled as its mode asks.
+                parsed = None
         self.session, self.tenant = joined.session, caller.tenant
         try:
             parsed, listener = await self._start(slot, parsed, joined.prepared)
@@ -263,8 +274,8 @@ def parse_context(
 ) -> ParseContext:
     """Return the facts that a rank's parsers get; the session's tree must be loaded."""
     sampling = service.sampling
-    if session is None and mode is SessionMode.EVAL:
-        # A call without a session gets what OpenAI's API gives.
+    if mode is SessionMode.EVAL and (session is None or session.row.implicit):
+        # An agent that opens no session gets what OpenAI's API gives.
         sampling = sampling.new(temperature=1.0)
     elif mode is SessionMode.EVAL:
         sampling = service.eval_sampling

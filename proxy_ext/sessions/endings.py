@@ -329,9 +329,10 @@ class SessionEnder:
             session.closing = False
 
     def _require_calls(self, session: RecordedSession) -> None:
-        if session.mode is SessionMode.TRAIN and len(session.tree) == 0:
+        needed = session.mode is SessionMode.TRAIN or session.row.implicit
+        if needed and len(session.tree) == 0:
             raise Unprocessable(
-                "the session has no model call, so there is nothing to train on; abort it instead",
+                "the session has no model call, so there is nothing to reward; abort it instead",
                 code="no_interactions",
             )
 

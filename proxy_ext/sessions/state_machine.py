@@ -111,7 +111,7 @@ EVENTS = {
         _JUDGES,
         'POST /rl/v1/finalize {"await_reward": true}',
         "aborts calls under way and waits for rewards until the deadline; refused with 422 "
-        "`no_interactions` for a train session without a call",
+        "`no_interactions` for a train or an implicit session without a call",
     ),
     Event.FINALIZE: StateRule(
         _JUDGES,

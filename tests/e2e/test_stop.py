@@ -123,6 +123,16 @@ def _read(talk: Talk, served: Served, begun: threading.Barrier) -> None:
     list(words)
 
 
+def test_an_interrupt_ends_one_that_a_script_started_in_the_background(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    arguments = ["--no-train", "--model", str(tiny_model_dir), "server.port=0", "server.ranks=1"]
+    with serve(*arguments, cwd=tmp_path, in_background=True) as served:
+        children = served.children
+        assert served.interrupt(60) == 130
+        assert children and not any(child.is_running() for child in children)
+
+
 def test_every_part_ends_well_at_sigterm(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = live_config(tmp_path, tiny_model_dir, **{"train.steps": 1000})
     with pytest.raises(Terminated), Node(config, NodeOptions(say=lambda _: None)) as node:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from proxy_ext.app import create_app
 from tests.support.proxy import LIMIT, Proxy, litellm_stand_in, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
+
+FROM_AREAL = Path(__file__).parents[2] / "docs/reference/from-areal.md"
 
 
 async def attempt(proxy: Proxy, reward: float = 1.0) -> str:
@@ -129,6 +133,30 @@ async def test_an_episode_blocks_until_an_agent_finalizes(start: Start) -> None:
     assert len(trajectory.interactions) == 1
     told = await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")
     assert told.json()["state"] == "trained"
+
+
+async def test_the_proposals_dictionary_of_an_episode(start: Start) -> None:
+    """Of each session of a group, by the code of the document."""
+    page = FROM_AREAL.read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- test: as-proposed -->\n```python\n(.*?)^```$", page, re.M | re.S)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    proxy = await start("sessions.group_size=2")
+    waiting = asyncio.create_task(ProxyWorkflow(proxy.front).arun_episode(None, None))
+    answers = {}
+    for reward in (0.5, 1.0):
+        session = await proxy.open(wait=LIMIT, task_id="t")
+        answers[reward] = await proxy.complete(session["api_key"])
+        await proxy.post("/rl/v1/finalize", {"final_reward": reward}, session["api_key"])
+    async with asyncio.timeout(LIMIT):
+        episodes = [found["as_proposed"](trajectory) for trajectory in await waiting]
+    assert sorted(episode["final_reward"] for episode in episodes) == [0.5, 1.0]
+    for episode in episodes:
+        (completion,) = episode["completions"]
+        answer = answers[episode["final_reward"]]
+        assert completion.id == answer["id"]
+        assert completion.text == answer["choices"][0]["message"]["content"]
+        assert len(completion.token_ids) == len(completion.logprobs) > 0
 
 
 async def test_many_episodes_at_once_share_nothing_and_lose_nothing(start: Start) -> None:

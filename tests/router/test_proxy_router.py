@@ -246,6 +246,22 @@ async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
         process.wait()
 
 
+@pytest.mark.service
+def test_a_script_without_its_proxies_ends_with_one_line() -> None:
+    url = f"http://127.0.0.1:{own_port()}"
+    script = f"from router import ProxyRouter; ProxyRouter(['{url}'] * 2).start('127.0.0.1', 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and line.count(url) == 1
+
+
 async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
     async def health(received: Received) -> None:
         await received.answer({"status": "ok", "rank": 0})

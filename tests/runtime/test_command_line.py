@@ -34,6 +34,10 @@ ENDS = """
 import atexit, sys
 atexit.register(print, "at its end", flush=True)
 """
+COMMANDS = f"""{ENDS}
+from any_agent.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
 READS = f"""{ENDS}
 from any_agent import GRPOConfig, load_expr_config
 config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
@@ -70,6 +74,15 @@ def test_what_the_light_install_lacks_is_one_line(wanted: str) -> None:
     assert "pip install 'any-agent-rl[train]'" in said
     code, said = run(f"{READS}\nimport nothing_of_this_name")
     assert code == 1 and "Traceback" in said
+
+
+@pytest.mark.parametrize(
+    ("group", "command"), [("", "serve"), ("sessions", "veto"), ("keys", "list"), ("ranks", "add")]
+)
+def test_a_group_of_commands_alone_says_what_it_can_do(group: str, command: str) -> None:
+    code, said = run(COMMANDS, *group.split())
+    assert code == 2
+    assert f"\n    {command} " in said and len(said.splitlines()) < 50
 
 
 def test_other_errors_keep_their_trace() -> None:

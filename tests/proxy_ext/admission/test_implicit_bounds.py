@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,12 +119,58 @@ async def test_what_cannot_be_sampled_opens_nothing(start: Start) -> None:
     assert not proxy.service.sessions.live
 
 
-async def test_without_training_calls_are_nobodys(start: Start) -> None:
+async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    """As the agent asks: none of a run's sampling is forced on it."""
     proxy = await start(*settings(), training=False)
-    response = await proxy.call(KEY, ONE)
+    answer, id = await says(proxy, ONE, temperature=0.5)
+    assert (await says(proxy, [*ONE, answer, MORE]))[1] == id
+    assert [r["sampling_params"]["temperature"] for r in engine.requests] == [0.5, 1.0]
+    assert [str(i.continuation) for i in session(proxy, id).tree] == ["root", "exact"]
+    ended = await idle(proxy, id)
+    assert (ended["mode"], ended["state"], ended["final_reward"]) == ("eval", "evaluated", 4)
+    assert not await proxy.lease()
+
+
+async def test_without_training_one_without_an_answer_expires(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    proxy = await start(*settings(), training=False)
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    assert (await idle(proxy, id))["state"] == "expired"
+
+
+async def test_without_training_a_legacy_completion_is_nobodys(start: Start) -> None:
+    proxy = await start(*settings(), training=False)
+    response = await proxy.post("/v1/completions", {"model": "m", "prompt": "a"}, KEY)
     assert response.status_code == 200
-    assert "x-any-agent-session" not in response.headers
     assert not proxy.service.sessions.live
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_one_that_is_open_as_training_ends_stays_a_train_session(
+    start: Start, engine: ScriptedEngine, named: bool
+) -> None:
+    """Its further calls are sampled as its first ones were, however they are found."""
+    proxy = await start(*settings())
+    await proxy.admit(5)
+    async with client(proxy) as agent:
+        asked: Any = {"model": "m", "max_output_tokens": 16, "temperature": 0.5}
+        first = await agent.responses.create(input="hi", **asked)
+        run = {"state": "finished", "step": 1}
+        assert (await proxy.http.put("/rl/v1/run", json=run)).status_code == 200
+        if named:
+            await agent.responses.create(input="more", previous_response_id=first.id, **asked)
+        else:
+            said = [item.to_dict(mode="json") for item in first.output]
+            whole: Any = [{"role": "user", "content": "hi"}, *said, MORE]
+            await agent.responses.create(input=whole, **asked)
+    (id,) = proxy.service.sessions.live
+    assert len(session(proxy, id).tree) == 2 and session(proxy, id).row.mode == "train"
+    assert [r["sampling_params"]["temperature"] for r in engine.requests] == [1.0, 1.0]
 
 
 @pytest.mark.service

@@ -60,8 +60,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, cwd: Path, within: float = START_TIMEOUT) -> Iterator[Served]:
-    """`any-agent serve` in ``cwd``, once it listens; fails if that takes longer than ``within``."""
+def serve(
+    *arguments: str, cwd: Path, within: float = START_TIMEOUT, in_background: bool = False
+) -> Iterator[Served]:
+    """`any-agent serve` in ``cwd``, once it listens; fails if that takes longer than ``within``.
+
+    ``in_background``: with SIGINT ignored, as scripts' shells start background jobs.
+    """
+    inherited = signal.SIG_IGN if in_background else signal.SIG_DFL
     output = cwd / "serve.out"
     with open(output, "w") as out:
         process = subprocess.Popen(
@@ -72,8 +78,7 @@ def serve(*arguments: str, cwd: Path, within: float = START_TIMEOUT) -> Iterator
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
-            # A shell starts background jobs, perhaps these tests, with SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
         )
     try:
         yield Served(process, output, _url(process, output, within))
