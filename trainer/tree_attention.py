@@ -243,10 +243,11 @@ class _BlockAttention(torch.autograd.Function):
                     scale=ctx.scale,
                 )
                 for target, part in zip((place, *places), parts, strict=True):
-                    if block.causal and (target is place or j == 0):
-                        target.copy_(part.sum_to_size(target.shape))
-                    else:
-                        target += part.sum_to_size(target.shape)
+                    fresh = block.causal and (target is place or j == 0)
+                    # One by one: adding takes half the time of a sum.
+                    for piece in part.split(target.shape[0]):
+                        _ = target.copy_(piece) if fresh else target.add_(piece)
+                        fresh = False
         return None, None, to_query, to_key, to_value, *to_past
 
 

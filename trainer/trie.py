@@ -142,8 +142,9 @@ class NodePass:
 def plan_passes(trie: Trie, budget: int) -> list[NodePass]:
     """Divide a trie into passes along its branches; each comes after its parent, depth first.
 
-    A pass, with the ancestors that are retained for it, has at most ``budget`` tokens, or half of
-    that beside long ancestors. No node may have more than half of the budget.
+    A pass has at most ``budget`` tokens, with the ancestors that are retained for it if these are
+    few. Beside long ancestors it has half of the budget, or what leads no further than the longest
+    row, all of which is retained anyway. No node may have more than half of the budget.
     """
     lengths = trie.lengths.tolist()
     sizes = list(lengths)
@@ -156,11 +157,12 @@ def plan_passes(trie: Trie, budget: int) -> list[NodePass]:
     ends = (trie.bounds[:-1] + np.array(sizes, dtype=np.int64)).tolist()
     last = np.searchsorted(trie.bounds, ends).tolist()
     roots = [node for node, parent in enumerate(trie.parents) if parent < 0]
+    longest = int(trie.depths.max(initial=-1)) + 1
     passes: list[NodePass] = []
     todo: list[tuple[list[int], int, int]] = [(roots, -1, 0)]
     while todo:
         pending, parent, retained = todo.pop()
-        limit = max(budget - retained, budget // 2, 1)
+        limit = max(budget - retained, budget // 2, min(budget, longest - retained), 1)
         for bunch in _first_fit([n for n in pending if sizes[n] <= limit], sizes, limit):
             nodes = [n for top in sorted(bunch) for n in range(top, last[top])]
             passes.append(NodePass(nodes, parent))
