@@ -179,7 +179,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "name": "a\n"}]}, "tools[0].name must be"),
     ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description must be a string"),
     ({"tools": [{**TOOL, "input_schema": "x"}]}, "tools[0].input_schema must be an object"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, '"bash_20250124", one of Anthropic'),
     ({"tools": [{**TOOL, "allowed_callers": ["code"]}]}, "tools[0] may not be called directly"),
     ({"tool_choice": "any"}, "tool_choice must be"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice must be"),
