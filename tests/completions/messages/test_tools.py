@@ -180,6 +180,15 @@ class Agent:
         ]
 
 
+def test_an_answer_with_a_format_may_call_a_deferred_tool() -> None:
+    fam = family("qwen3")
+    form = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    call = parse(known=frozenset(), tools=[SEARCH, LOUD], **form).chat
+    completer = Completer(Voice(fam.chat.decode, random.Random(0)), fam.chat, context_length=4096)
+    (choice,) = completer.prepare(call, None).choices
+    assert '"shout' in json.dumps(choice.gconfig.grammar).replace("\\", "")
+
+
 FAMILIES = ["qwen3", "qwen3_5", "llama3", "glm", "deepseek", "gpt_oss"]
 
 
