@@ -124,7 +124,7 @@ def _result(block: dict[str, Any], where: str, tools: Mapping[str, Tool]) -> Mes
     if not isinstance(id, str) or not id:
         _wrong(f"{where}.tool_use_id", "must be a non-empty string")
     content = block.get("content")
-    text = "" if content is None else _result_text(content, f"{where}.content", tools)
+    text = "" if content is None else _result_text(content, f"{where}.tool_result.content", tools)
     failed = block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         _wrong(f"{where}.is_error", "must be true or false")
@@ -210,7 +210,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 def _refuse(block: Any, where: str, wanted: str) -> NoReturn:
     kind = block.get("type") if isinstance(block, dict) else None
     if isinstance(kind, str) and kind in _UNREADABLE:
-        _wrong(where, f"is {kind}: {_UNREADABLE[kind]}")
+        # In the form of Anthropic's errors: Claude Code reads the place, and goes on without it.
+        raise InvalidRequest(f"{where}.{kind}: {_UNREADABLE[kind]}", param=where)
     if isinstance(kind, str) and kind not in ("text", "thinking", "tool_use", "tool_result"):
         message = f"{where} is a block of type {shown(kind)}, which is not supported here"
         raise UnsupportedParameter(message, param=where)

@@ -137,7 +137,7 @@ def test_a_reference_to_a_tool_that_is_not_there_is_refused(name: Any) -> None:
     block = {"type": "tool_reference"} if name is ... else {**REFERENCE, "tool_name": name}
     with pytest.raises(InvalidRequest) as error:
         parse(tools=[SEARCH, LOUD, WEB], messages=result(REFERENCE, block))
-    assert error.value.param == "messages[0].content[0].content[1].tool_name"
+    assert error.value.param == "messages[0].content[0].tool_result.content[1].tool_name"
 
 
 def test_a_reference_stands_in_a_tools_result_alone() -> None:
