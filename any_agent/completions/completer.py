@@ -367,7 +367,7 @@ def _parser(
         return chat.text_parser(stop)
     return chat.stream_parser(
         prompt_ids=prompt_ids,
-        tools=call.tools,
+        tools=call.callable_tools or None,
         stop=stop,
         forced=forced,
         call_seed=id.encode(),

@@ -82,7 +82,7 @@ def grammar_of_answer(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar:
     tool's name or the form prevents this; without tools, or structural tags in the engine, return
     ``grammar`` itself.
     """
-    names = [tool["function"]["name"] for tool in call.tools or ()]
+    names = [tool["function"]["name"] for tool in call.callable_tools]
     if not names and not (call.structural_tag and chat.ends_in_reasoning(prompt.ids)):
         return grammar
     text = format_part(grammar)

@@ -70,7 +70,8 @@ async def said(
         tree.add(node, item.key)
         assert voice.seen[node.id] == tree.prompt_ids(node.id).tolist()
         assert voice.said[node.id] == node.output_ids.tolist()
-        check_parsing(fam, tree, node, asked.call.tools, tuple(asked.call.gconfig.stop))
+        tools = asked.call.callable_tools or None
+        check_parsing(fam, tree, node, tools, tuple(asked.call.gconfig.stop))
         events += [shape.end(0, node), shape.last([node])]
         (streamed,) = api.streamed(b"".join(events))
         (whole,) = api.whole(asked.answer(Head.of(prepared), 0).whole([node]))

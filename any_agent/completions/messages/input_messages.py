@@ -1,17 +1,22 @@
 """Anthropic's `system` and `messages` as chat messages.
 
 An assistant's turn becomes one message, even if it comes in several. A user's turn becomes a tool
-message for each result, and a user message for its text.
+message for each result, and a user message for its text. A `tool_reference` in a result becomes the
+definition of that tool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Any, NoReturn
+
+import orjson
 
 from any_agent.completions.messages.tool_use import arguments_of, call_id
 from any_agent.completions.params.schema_check import shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import Message
+from any_agent.types import Message, Tool
 
 _BILLING = "x-anthropic-billing-header:"
 """The line that Claude Code puts into its system prompt, another one in each request."""
@@ -27,8 +32,16 @@ _UNREADABLE = {
 }
 
 
-def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
-    """Return the chat messages; InvalidRequest or UnsupportedParameter names what is wrong."""
+_REFERENCE = "tool_reference"
+
+
+def conversation_of(
+    system: Any, messages: list[Any], tools: Mapping[str, Tool] | None = None
+) -> list[Message]:
+    """Return the chat messages; ``tools``: those that results may refer to, by name.
+
+    InvalidRequest or UnsupportedParameter names what is wrong.
+    """
     out: list[Message] = []
     if system is not None:
         text = _system_text(system)
@@ -51,7 +64,7 @@ def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
             if type(content) is str:
                 out.append({"role": "user", "content": content})
             else:
-                _user_turn(out, content, i)
+                _user_turn(out, content, i, tools or {})
         elif role == "system":
             out.append({"role": "system", "content": _text(content, f"messages[{i}].content")})
         else:
@@ -89,7 +102,7 @@ def _text_block(block: Any, where: str) -> str:
     return text
 
 
-def _user_turn(out: list[Message], content: Any, i: int) -> None:
+def _user_turn(out: list[Message], content: Any, i: int, tools: Mapping[str, Tool]) -> None:
     if not isinstance(content, list):
         _wrong(f"messages[{i}].content", "must be a string or a list of content blocks")
     texts: list[str] = []
@@ -98,7 +111,7 @@ def _user_turn(out: list[Message], content: Any, i: int) -> None:
         if kind == "text" and type(block.get("text")) is str:
             texts.append(block["text"])
         elif kind == "tool_result":
-            out.append(_result(block, f"messages[{i}].content[{k}]"))
+            out.append(_result(block, f"messages[{i}].content[{k}]", tools))
         else:
             where = f"messages[{i}].content[{k}]"
             _refuse(block, where, 'must be a "text" or "tool_result" block')
@@ -106,12 +119,12 @@ def _user_turn(out: list[Message], content: Any, i: int) -> None:
         out.append({"role": "user", "content": "".join(texts)})
 
 
-def _result(block: dict[str, Any], where: str) -> Message:
+def _result(block: dict[str, Any], where: str, tools: Mapping[str, Tool]) -> Message:
     id = block.get("tool_use_id")
     if not isinstance(id, str) or not id:
         _wrong(f"{where}.tool_use_id", "must be a non-empty string")
     content = block.get("content")
-    text = "" if content is None else _text(content, f"{where}.content")
+    text = "" if content is None else _result_text(content, f"{where}.tool_result.content", tools)
     failed = block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         _wrong(f"{where}.is_error", "must be true or false")
@@ -119,6 +132,32 @@ def _result(block: dict[str, Any], where: str) -> Message:
         # Chat templates have no other place for the failure.
         text = f"Error: {text}" if text else "Error"
     return {"role": "tool", "tool_call_id": call_id(id), "content": text}
+
+
+def _result_text(content: Any, where: str, tools: Mapping[str, Tool]) -> str:
+    if not isinstance(content, list):
+        return _text(content, where)
+    parts: list[str] = []
+    for is_reference, blocks in groupby(enumerate(content), lambda each: _is_reference(each[1])):
+        named = [(block, f"{where}[{k}]") for k, block in blocks]
+        if is_reference:
+            lines = [_definition(block, place, tools) for block, place in named]
+            parts.append("\n".join(["<functions>", *lines, "</functions>"]))
+        else:
+            parts += [_text_block(block, place) for block, place in named]
+    return "".join(parts)
+
+
+def _is_reference(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == _REFERENCE
+
+
+def _definition(block: dict[str, Any], where: str, tools: Mapping[str, Tool]) -> str:
+    """Return the line that shows a tool to the model, always the same for the same tool."""
+    name = block.get("tool_name")
+    if not isinstance(name, str) or name not in tools:
+        _wrong(f"{where}.tool_name", f"is {shown(name)}, and no such tool is in tools")
+    return f"<function>{orjson.dumps(tools[name]['function']).decode()}</function>"
 
 
 class _AssistantTurn:
@@ -171,7 +210,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 def _refuse(block: Any, where: str, wanted: str) -> NoReturn:
     kind = block.get("type") if isinstance(block, dict) else None
     if isinstance(kind, str) and kind in _UNREADABLE:
-        _wrong(where, f"is {kind}: {_UNREADABLE[kind]}")
+        # In the form of Anthropic's errors: Claude Code reads the place, and goes on without it.
+        raise InvalidRequest(f"{where}.{kind}: {_UNREADABLE[kind]}", param=where)
     if isinstance(kind, str) and kind not in ("text", "thinking", "tool_use", "tool_result"):
         message = f"{where} is a block of type {shown(kind)}, which is not supported here"
         raise UnsupportedParameter(message, param=where)

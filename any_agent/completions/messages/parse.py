@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.messages.input_messages import conversation_of
+from any_agent.completions.messages.tools import messages_tools
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.grammar import schema_grammar, unless_forced
 from any_agent.completions.params.parameter import MAX_NOTE_BYTES
 from any_agent.completions.params.parse import call_of, sort_parameters
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.tools import MAX_NAME, note_strict, tool_list, tools_of
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import Tool
 
 _AS_IN_CHAT = (
     *("model", "stream", "max_tokens", "temperature", "top_p", "top_k"),
@@ -55,10 +54,8 @@ def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    tools, forced, parallel = _tools(body)
-    if tools is not None:
-        note_strict(body["tools"], rest)
-    grammar, asked_by = unless_forced(*_format(body), forced, rest)
+    tools = messages_tools(body, rest, refuse=settings.unknown == "refuse")
+    grammar, asked_by = unless_forced(*_format(body), tools.forced, rest)
     thinking = _thinking(body, known)
     shared = {name: body.get(name) for name in _AS_IN_CHAT} | {"stop": body.get("stop_sequences")}
     if not thinking.template:
@@ -67,13 +64,14 @@ def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
     call = call_of(shared, recorded, rest, settings, grammar=grammar)
     chat = replace(
         call,
-        messages=conversation_of(body.get("system"), messages),
-        tools=tools,
+        messages=conversation_of(body.get("system"), messages, tools.by_name),
+        tools=tools.shown,
+        deferred=tools.deferred,
         include_usage=True,
         recorded=call.recorded | thinking.recorded,
         reasoning_effort=thinking.effort,
-        forced_call=forced,
-        parallel_tool_calls=parallel,
+        forced_call=tools.forced,
+        parallel_tool_calls=tools.parallel,
         format_parameter=asked_by,
         id_prefix="msg_",
         parameter_names=_PARAMETER_NAMES,
@@ -173,77 +171,3 @@ def _format(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
             raise UnsupportedParameter(f"{name} must be of type json_schema", param=name)
         return schema_grammar(wanted.get("schema"), name), name
     return None, None
-
-
-def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None, bool]:
-    """Return the tools and the forced one as :func:`tools_of`, and True if calls may be parallel.
-
-    InvalidRequest or UnsupportedParameter names the part that is wrong.
-    """
-    tools = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(tool_list(body.get("tools")))]
-    choice, parallel = _choice(body.get("tool_choice"))
-    return *tools_of({"tools": tools, "tool_choice": choice}), parallel
-
-
-def _tool(tool: Any, where: str) -> Tool:
-    if not isinstance(tool, dict):
-        _wrong(where, "must be an object")
-    name, kind, schema = tool.get("name"), tool.get("type"), tool.get("input_schema")
-    if schema is None and kind not in (None, "custom"):
-        raise UnsupportedParameter(
-            f"{where} is {shown(kind)}, one of Anthropic's own tools, which do not run here: "
-            "give it a name, a description and an input_schema, and run it in the agent",
-            param="tools",
-        )
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        _wrong(f"{where}.name", f"must be 1 to {MAX_NAME} printable characters")
-    if not isinstance(schema, dict):
-        _wrong(f"{where}.input_schema", "must be an object: the JSON schema of the tool's input")
-    callers = tool.get("allowed_callers")
-    if isinstance(callers, list) and callers and "direct" not in callers:
-        raise UnsupportedParameter(
-            f"{where} may not be called directly, and there is no code execution here",
-            param="tools",
-        )
-    function = {"name": name}
-    description = tool.get("description")
-    if description is not None:
-        if not isinstance(description, str):
-            _wrong(f"{where}.description", "must be a string")
-        function["description"] = description
-    return {"type": "function", "function": {**function, "parameters": schema}}
-
-
-def _choice(choice: Any) -> tuple[Any, bool]:
-    """Return chat's `tool_choice`, and True if several calls may be made."""
-    if choice is None:
-        return None, True
-    if not isinstance(choice, dict):
-        _wrong_choice()
-    alone = choice.get("disable_parallel_tool_use")
-    if alone is not None and not isinstance(alone, bool):
-        raise InvalidRequest(
-            "tool_choice.disable_parallel_tool_use must be true or false", param="tool_choice"
-        )
-    match choice:
-        case {"type": "auto"}:
-            return "auto", not alone
-        case {"type": "any"}:
-            return "required", not alone
-        case {"type": "none"}:
-            return "none", True
-        case {"type": "tool", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}, not alone
-    _wrong_choice()
-
-
-def _wrong_choice() -> NoReturn:
-    raise InvalidRequest(
-        'tool_choice must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or '
-        '{"type": "tool", "name": ...}',
-        param="tool_choice",
-    )
-
-
-def _wrong(where: str, what: str) -> NoReturn:
-    raise InvalidRequest(f"{where} {what}", param="tools")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -38,8 +38,10 @@ class ChatCall:
     messages: list[Message]
     """The conversation; a legacy completion has ``prompts`` instead."""
     tools: list[Tool] | None
-    """The tools that the prompt shows."""
+    """The tools that the prompt's head shows."""
     gconfig: GenerationHyperparameters
+    deferred: Sequence[Tool] = ()
+    """Further tools that may be called. Only messages show them, so they distinguish no prompts."""
     custom: frozenset[str] = frozenset()
     """The names of custom tools, which ``tools`` has as functions."""
     stream: bool = False
@@ -82,6 +84,11 @@ class ChatCall:
     """Further entries of the recorded request, from which its answer can be encoded again."""
     echo: bool = False
     """True if a legacy completion's answer begins with the prompt."""
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Return all tools that may be called."""
+        return [*(self.tools or ()), *self.deferred]
 
     @property
     def untrainable(self) -> UntrainableReason | None:

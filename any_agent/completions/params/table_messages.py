@@ -55,8 +55,10 @@ _HONOURED = (
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "What the model may call, each with a name of its own and an `input_schema`; together at "
         f"most {MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced, and named as "
-        "ignored. Anthropic's own tools without an `input_schema` are refused by name. A streamed "
-        "call's input comes when it is whole, whatever `eager_input_streaming` says.",
+        "ignored. A tool that only Anthropic runs is left out and named as ignored; a request "
+        "without any other is refused, and so are `bash_...` and the like without an "
+        "`input_schema`. One with `defer_loading` is shown where a `tool_reference` names it. A "
+        "streamed call's input comes when it is whole, whatever `eager_input_streaming` says.",
         checked=False,
     ),
     _messages(

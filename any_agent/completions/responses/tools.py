@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from any_agent.completions.params.custom_tools import Formats, flat_custom, function_of, shown_of
+from any_agent.completions.params.hosted_tools import MAX_KIND, leave_out, without_effect
 from any_agent.completions.params.parameter import MAX_TOOLS
 from any_agent.completions.params.schema_check import require_names, shown
 from any_agent.completions.params.tools import note_strict, tool_list, tools_of
@@ -37,7 +38,7 @@ _HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
     "programmatic_tool_calling",
 )
-"""Kinds of tools that the provider runs itself; dated names such as web_search_preview, too."""
+"""Kinds of tools that OpenAI runs itself; dated names such as web_search_preview, too."""
 
 
 @dataclass(slots=True)
@@ -85,18 +86,17 @@ def responses_tools(
 ) -> ResponsesTools:
     """Return a request's tools, its input's among them.
 
-    Tools that only their provider can run are noted in ``rest`` as ignored, or refused. Raises
-    InvalidRequest or UnsupportedParameter.
+    Tools that only OpenAI runs are noted in ``rest`` as ignored, or refused. Raises InvalidRequest
+    or UnsupportedParameter.
     """
     found = ResponsesTools()
     for k, tool in enumerate(tool_list(body.get("tools"))):
         found.repeated += _add(found, tool, f"tools[{k}]")
     _add_from_input(found, body.get("input"))
     choice = _choice(body.get("tool_choice"))
-    for kind, tools in found.left_out.items():
-        _leave_out(rest, f"tools.{kind}", tools, refuse=refuse)
+    leave_out(found.left_out, rest, alone=not found.chat and choice != "none", refuse=refuse)
     if found.deferred:
-        _leave_out(rest, "tools.defer_loading", True, refuse=refuse)
+        without_effect("tools.defer_loading", True, rest, refuse=refuse)
     asked = {"tools": found.chat, "tool_choice": choice}
     found.shown, found.forced = tools_of(asked, found.custom)
     found.custom = shown_of(found.shown, found.custom, rest)
@@ -147,17 +147,6 @@ def own_call(call: dict[str, Any], names: Names) -> dict[str, Any]:
     if known is None:
         return call
     return {**call, "namespace": known[0], "function": {**call["function"], "name": known[1]}}
-
-
-def _leave_out(rest: UnknownFields, name: str, value: Any, *, refuse: bool) -> None:
-    if refuse:
-        what = shown(name.partition(".")[2])
-        raise UnsupportedParameter(
-            f"tools: {what} has no effect here, and server.unknown_parameters refuses such; give "
-            "the model a function that does the same",
-            param="tools",
-        )
-    rest.ignore(name, value)
 
 
 def _add(found: ResponsesTools, tool: Any, where: str) -> list[dict[str, Any]]:
@@ -238,7 +227,7 @@ def _nested(found: ResponsesTools, tool: Any, where: str) -> Tool | None:
         if not isinstance(kind, str):
             raise InvalidRequest(f'{where} must have the type "function"', param="tools")
         if kind.startswith(_HOSTED):
-            found.left_out.setdefault(kind[:64], []).append(tool)
+            found.left_out.setdefault(kind[:MAX_KIND], []).append(tool)
             return None
         raise UnsupportedParameter(
             f"{where} is {shown(kind)}: only functions, custom tools and namespaces of them are "

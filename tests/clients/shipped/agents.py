@@ -62,10 +62,10 @@ class Shipped:
             read, write = {where: f"cat {question}"}, {to: f"echo 42 > {answer}"}
         else:
             read, write = {where: question}, {to: answer, text: "42\n"}
-        return [_call(reader, read), f"It is 42. {_call(writer, write)}", "Done."]
+        return [call_text(reader, read), f"It is 42. {call_text(writer, write)}", "Done."]
 
 
-def _call(name: str, arguments: dict[str, str]) -> str:
+def call_text(name: str, arguments: dict[str, str]) -> str:
     call = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{call}\n</tool_call>"
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
 from tests.clients.connect.shell import reader_shell, run, script
@@ -15,10 +12,8 @@ from tests.clients.environment import node_with, python_with
 from tests.clients.live import Live
 from tests.clients.results import Results
 from tests.clients.shipped.agents import AGENTS, ANSWER, QUESTION, Shipped
-from tests.support.scripted_run import formula_logprob
+from tests.clients.shipped.record import compare_with_what_was_sampled, session_part
 
-_LIMIT = 60.0
-_PAGE = 8192
 _FILES = {"js": "agent.mjs", "python": "agent.py"}
 
 
@@ -41,10 +36,10 @@ def test_a_task_with_two_files(
 
     assert (work / ANSWER).read_text() == "42\n"
     (session,) = training.sessions() - before
-    ended = _get(training, session)
+    ended = session_part(training, session)
     assert (ended["state"], ended["mode"]) == ("finalized", "train")
     assert [entry["value"] for entry in ended["reward_history"]] == [1.0]
-    calls = _get(training, f"{session}/interactions")["interactions"]
+    calls = session_part(training, f"{session}/interactions")["interactions"]
     assert ended["interactions"] == len(calls) == len(said)
     assert ended["trainable_calls"] == len(calls) and not ended["untrainable_calls"]
     exact = compare_with_what_was_sampled(training, session, calls, said)
@@ -62,48 +57,6 @@ def test_a_task_with_two_files(
         "exact": exact,
         "trained": ended["trainable_calls"],
     }
-
-
-def compare_with_what_was_sampled(
-    live: Live, session: str, calls: list[dict[str, Any]], said: list[list[int]]
-) -> int:
-    """Return the number of calls; AssertionError unless each continues the one before it exactly.
-
-    Its tokens are those that the engine read and wrote, with their log-probabilities and versions.
-    """
-    assert [call["continuation"] for call in calls] == ["root", *["exact"] * (len(calls) - 1)]
-    context: list[int] = []
-    for call, asked, answer in zip(calls, live.engine.requests, said, strict=True):
-        ids, prompt, logprobs, versions = _tokens(live, f"{session}/interactions/{call['id']}")
-        context += ids
-        assert context == [*asked["input_ids"], *answer]
-        assert ids[prompt:] == answer
-        wanted = np.array([formula_logprob(token) for token in answer], np.float32)
-        assert np.array_equal(np.array(logprobs[prompt:], np.float32), wanted)
-        assert versions[prompt:] == [0] * len(answer)
-        assert not [value for value in logprobs[:prompt] if value is not None]
-    return len(calls)
-
-
-def _tokens(live: Live, call: str) -> tuple[list[int], int, list[Any], list[Any]]:
-    """A call's tokens, how many of them are of the prompt, their log-probabilities, versions."""
-    ids: list[int] = []
-    logprobs: list[Any] = []
-    versions: list[Any] = []
-    while True:
-        page = _get(live, f"{call}/tokens", start=len(ids), limit=_PAGE)
-        assert page["trained"] and page["ids"]
-        ids += page["ids"]
-        logprobs += page["logprobs"]
-        versions += page["versions"]
-        if len(ids) == page["total"]:
-            return ids, page["prompt"], logprobs, versions
-
-
-def _get(live: Live, what: str, **query: int) -> dict[str, Any]:
-    answer = httpx.get(f"{live.url}/rl/v1/sessions/{what}", params=query, timeout=_LIMIT)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
 
 
 def _install(shipped: Shipped, work: Path) -> Path:

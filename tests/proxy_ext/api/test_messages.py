@@ -23,6 +23,23 @@ from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
 RESULT = {"type": "tool_result", "content": "it is there"}
+LATER = {**TOOLS[0], "name": "later", "defer_loading": True}
+FOUND = [
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "x", "name": "find", "input": {"text": "it"}}],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "x",
+                "content": [{"type": "tool_reference", "tool_name": "later"}],
+            }
+        ],
+    },
+]
 
 
 async def exact(proxy: Proxy, session_id: str) -> list[Any]:
@@ -311,6 +328,7 @@ async def test_counted_tokens_are_those_of_the_call(
         {"system": [{"type": "text", "text": "Be brief."}]},
         {"tools": TOOLS},
         {"tools": TOOLS, "tool_choice": {"type": "any"}},
+        {"tools": [*TOOLS, LATER], "messages": [*HELLO, *FOUND]},
         {"thinking": {"type": "enabled", "budget_tokens": 2000}},
         {"messages": [*HELLO, {"role": "assistant", "content": "Four."}, *HELLO]},
     ]

@@ -43,7 +43,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "invalid_request",
-        "messages[0].content[0] is image: this model reads text only",
+        "messages[0].content[0].image: this model reads text only",
     ),
     (
         {"messages": [*HELLO, {"role": "assistant", "content": "The answer is ("}]},

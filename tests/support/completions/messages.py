@@ -18,6 +18,7 @@ from any_agent.completions.params.call import ParseSettings
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
+EVAL = SessionMode.EVAL
 HELLO = [{"role": "user", "content": "hi"}]
 SWITCH = frozenset({"enable_thinking"})
 _EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -42,6 +42,10 @@ ITEM = st.one_of(
     st.fixed_dictionaries({"type": st.just("item_reference"), "id": TEXT}),
     JSON,
 )
+REFERENCE = st.builds(
+    lambda name: {"type": "tool_reference", "tool_name": name},
+    st.sampled_from(["add", "later"]) | TEXT,
+)
 BLOCK = st.one_of(
     st.builds(lambda text: {"type": "text", "text": text}, TEXT),
     st.fixed_dictionaries(
@@ -55,7 +59,8 @@ BLOCK = st.one_of(
             "content": st.recursive(
                 TEXT | JSON,
                 lambda inner: st.lists(
-                    st.builds(lambda text: {"type": "text", "text": text}, inner), max_size=2
+                    st.builds(lambda text: {"type": "text", "text": text}, inner) | REFERENCE,
+                    max_size=2,
                 ),
                 max_leaves=4,
             ),
@@ -134,7 +139,7 @@ SOUND = {
                                 {"type": "tool_result", "tool_use_id": "c", "content": text}
                             ],
                         },
-                        TEXT,
+                        TEXT | st.lists(REFERENCE, min_size=1, max_size=2),
                     ),
                 ),
                 min_size=1,
@@ -171,5 +176,10 @@ WILD = {
 BODIES = {name: SOUND[name] | WILD[name] for name in WILD}
 FIXED = {
     "responses": {"tools": [{"type": "function", **TOOLS[0]["function"]}]},
-    "messages": {"tools": [{"name": "add", "input_schema": {"type": "object"}}]},
+    "messages": {
+        "tools": [
+            {"name": "add", "input_schema": {"type": "object"}},
+            {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True},
+        ]
+    },
 }
