@@ -136,7 +136,8 @@ class FleetController:
     # -- commands ------------------------------------------------------------------------------
 
     def _answer_requests(self) -> None:
-        for path in sorted(self._run.fleet_commands.glob(f"*{_REQUEST}")):
+        # One that is still being written has a hidden name.
+        for path in sorted(self._run.fleet_commands.glob(f"[!.]*{_REQUEST}")):
             _, answered = exchange_paths(self._run, path.name.removesuffix(_REQUEST))
             try:
                 request = RanksRequest.model_validate_json(path.read_bytes())

@@ -58,8 +58,12 @@ class Lab:
         return part
 
     def write(self, part: Component, source: str) -> None:
-        """What the part runs from its next start on."""
-        self._module(part.name.replace("-", "_"), source)
+        """What the part runs from its next start on.
+
+        Of another length than before: Python would take a source of the same second and length for
+        the one that it has compiled.
+        """
+        self._module(part.name.replace("-", "_"), source + "\n" * len(self.processes))
 
     def until_ready(self, part: Component) -> None:
         def ready() -> bool:

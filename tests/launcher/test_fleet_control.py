@@ -185,6 +185,16 @@ def test_what_cannot_be_done_changes_nothing(
         assert list(node.dir.fleet_commands.iterdir()) == []
 
 
+def test_a_request_that_is_still_being_written_is_left_alone(lab: Lab, ranks: Any) -> None:
+    with lab.node() as node:
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
+        asked, _ = fleet_control.exchange_paths(node.dir, "half")
+        half = asked.with_name(f".partial-{asked.name}")
+        half.write_text("{")
+        assert ranks(node, "drain", "0")[0] == 0
+        assert half.exists()
+
+
 def test_more_ranks_than_gpus(lab: Lab, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with lab.node("server.ranks=1") as node:

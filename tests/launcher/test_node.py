@@ -10,9 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node, registry_monitor, trial
@@ -479,14 +481,12 @@ def test_training_that_cannot_begin_is_refused_before_anything_starts(
 @pytest.mark.parametrize("kept", ["one file", "an index"])
 def test_layers_that_no_weight_has_are_refused(tmp_path: Path, kept: str) -> None:
     """By their names alone; an adapter names layers, or their ends."""
-    weights = dict.fromkeys(("a.0.q_proj.weight", "a.0.mlp.up_proj.weight", "norm.weight"), 1)
+    names = ("a.0.q_proj.weight", "a.0.mlp.up_proj.weight", "norm.weight")
     if kept == "an index":
-        index = {"metadata": {}, "weight_map": weights}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
-        header = json.dumps({"__metadata__": {}, **weights}).encode()
-        content = len(header).to_bytes(8, "little") + header + bytes(99)
-        (tmp_path / "model.safetensors").write_bytes(content)
+        save_file({name: np.ones(1) for name in names}, tmp_path / "model.safetensors")
     trial.require_layers(tmp_path, ["q_proj", "mlp.up_proj"])
     trial.require_layers(tmp_path, [])
     with pytest.raises(ConfigError, match=r"no layer named q_prj; it has norm, q_proj, up_proj$"):
