@@ -136,12 +136,16 @@ async def _look(client: RLClient) -> dict[str, Any] | None:
 
 def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
     """Yield the lines of an overview, as `GET /rl/v1/overview` has it."""
+    from any_agent.launcher.health import verdict
+
     step = run["step"] or {}
     yield "head", f"{run['trial']} at {url}, {time.strftime('%H:%M:%S')}"
     for alarm in run["alarms"]:
         yield alarm["level"], f"{alarm['level']:<9} {_said(alarm['what'])} {_said(alarm['do'])}"
     if not run["alarms"]:
-        yield "good", "well      All parts are well."
+        how = verdict(run)
+        what = "All parts are well." if how == "well" else "The trainer loads its model."
+        yield "good", f"{how:<9} {what}"
     figures = {
         "version": run["version"],
         "step": step.get("step"),

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TextIO
@@ -86,7 +86,7 @@ def describe_health(run: Mapping[str, Any], steps: int) -> Health:
     opened = sum(states.get("open", 0) for states in counts)
     finished = sum(n for states in counts for name, n in states.items() if name not in _UNDECIDED)
     cells = [
-        _verdict(run),
+        verdict(run),
         f"{opened} open, {run['slots']['waiting']} waiting, {finished} finished",
     ]
     if reward := _reward(run, steps):
@@ -104,10 +104,12 @@ def describe_health(run: Mapping[str, Any], steps: int) -> Health:
     )
 
 
-def _verdict(run: Mapping[str, Any]) -> str:
+def verdict(run: Mapping[str, Any]) -> str:
+    """Return the health of an overview in a word, or two."""
     alarms = run["alarms"]
     if not alarms:
-        return "starting" if any(p["state"] == "starting" for p in run["parts"]) else "well"
+        loads = any((p["name"], p["state"]) == ("trainer", "starting") for p in run["parts"])
+        return "starting" if loads else "well"
     return f"{alarms[0]['level']}, {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}"
 
 

@@ -137,7 +137,7 @@ class ImplicitSessions:
             return self._reserve(kind, match.answer.member, match.answer)
         start = self._start(body, task, mode)
         others = self._sessions.conversations.task(where)
-        if others is not None and (unused := others.find_unused(start.metadata)) is not None:
+        if others is not None and (unused := others.find_unused(start.metadata, mode)) is not None:
             return self._reserve("reused", unused)
         return await self._open(request, start, call, caller, slot)
 

@@ -22,7 +22,7 @@ from any_agent.completions.parsed_request import (
     version_of,
 )
 from any_agent.completions.prepare import check_request, prepare
-from any_agent.errors import AnyAgentError, Unauthenticated
+from any_agent.errors import AnyAgentError, RunFinished, Unauthenticated
 from any_agent.protocol.error_bodies import request_id_of
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener
@@ -147,9 +147,15 @@ class ModelCall:
             if parsed.call.prompts and not training:
                 # Nothing is lost to training if it belongs to no session.
                 return await self._start(slot, parsed)
-            joined = await implicit.join(
-                self._request, self._api, self.body, parsed.call, caller, slot, mode
-            )
+            try:
+                joined = await implicit.join(
+                    self._request, self._api, self.body, parsed.call, caller, slot, mode
+                )
+            except RunFinished:
+                if not training or self._service.run.state == "training":
+                    raise
+                # Training ended while it waited for a session.
+                return await self._start_in_implicit_session(slot, caller)
             if joined.session.mode is not mode:
                 # It was opened before training began or ended, and is sampled as its mode asks.
                 parsed = None

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from any_agent.chat import ChatFormat, chain_keys, reasoning_of
 from any_agent.record import RequestPrefix, was_received
 from any_agent.record.request_prefix_cache import RequestPrefixCache
-from any_agent.types import Interaction, Message, SessionState
+from any_agent.types import Interaction, Message, SessionMode, SessionState
 from proxy_ext.sessions.session import RecordedSession
 
 TaskKey: TypeAlias = tuple[str | None, str]
@@ -148,11 +148,14 @@ class ImplicitTask:
         others = {a.member for a in found if a.continued == best.continued}
         return ConversationMatch(best, ambiguous=len(others) > 1)
 
-    def find_unused(self, metadata: Mapping[str, Any]) -> ConversationMember | None:
-        """Return the oldest session whose first call failed or never started."""
+    def find_unused(
+        self, metadata: Mapping[str, Any], mode: SessionMode
+    ) -> ConversationMember | None:
+        """Return the oldest session of the mode whose first call failed or never started."""
         for member in self.members.values():
             idle = not (member.joining or member.recorded or member.session.calls)
-            if idle and member.usable and member.loaded and member.session.row.metadata == metadata:
+            alike = (member.session.row.metadata, member.session.mode) == (metadata, mode)
+            if idle and member.usable and member.loaded and alike:
                 return member
         return None
 

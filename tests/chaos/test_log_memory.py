@@ -72,7 +72,8 @@ async def test_an_hour_of_load(
         for name, size in (("_SNAPSHOT_BYTES", 4 << 20), ("_MAX_SNAPSHOT_BYTES", 16 << 20)):
             monkeypatch.setattr(log_keeper, name, size)
         monkeypatch.setattr(log_keeper, "_SNAPSHOT_CHECK", 0.1)
-    bound = 2 * log_keeper._MAX_SNAPSHOT_BYTES
+    # Commits go on while a snapshot is written: beside small ones that counts.
+    bound = 2 * log_keeper._MAX_SNAPSHOT_BYTES + (0 if long else 6 << 20)
     with RedisServer(tmp_path / "redis", "--appendfsync", "no") as server, Watch(server) as watch:
         journal = Machine(tmp_path, server.url, "a").open(durability="everysec")
         log = journal._keeper.log  # type: ignore[union-attr]

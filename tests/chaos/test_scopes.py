@@ -401,7 +401,7 @@ async def every_kind(service: Service) -> tuple[dict[str, str], dict[str, str]]:
 async def litellms_routes_are_not_there(
     service: Service, figure: Figure, routes: list[tuple[str, str]], *, long: bool
 ) -> None:
-    """404 for every key, but for its two signs of life."""
+    """404 for every key, but for its two signs of life, and the router's own page at `/`."""
     assert len(service.litellm) > 300 and ("GET", "/settings") in service.litellm
     keys, prefixes = await every_kind(service)
     ours = [re.compile(re.sub(r"\{[^}]*\}", "[^/]+", path)) for _, path in routes]
@@ -414,7 +414,8 @@ async def litellms_routes_are_not_there(
             hidden.append((method, path))
 
     async def one(origin: str, kind: str, method: str, path: str) -> str:
-        alive = (method, path) in scopes.LITELLM_ALIVE
+        front = path == "/" and origin == service.router and kind not in prefixes
+        alive = (method, path) in scopes.LITELLM_ALIVE or (front and method in ("GET", "HEAD"))
         url = origin + prefixes.get(kind, "") + path
         answer = await send(service, method, url, bearer(keys.get(kind, "")))
         good = answer.status == 200 if alive else answer.status == 404

@@ -150,6 +150,17 @@ async def test_without_training_a_legacy_completion_is_nobodys(start: Start) -> 
     assert not proxy.service.sessions.live
 
 
+async def test_one_that_waits_for_a_session_as_training_ends_gets_an_eval_session(
+    start: Start,
+) -> None:
+    proxy = await start(*settings())
+    asked = asyncio.create_task(says(proxy, ONE))
+    await until(lambda: proxy.service.sessions.admission.waiting)
+    await proxy.http.put("/rl/v1/run", json={"state": "finished", "step": 1})
+    _, id = await asked
+    assert session(proxy, id).row.mode == "eval"
+
+
 @pytest.mark.parametrize("named", [False, True])
 async def test_one_that_is_open_as_training_ends_stays_a_train_session(
     start: Start, engine: ScriptedEngine, named: bool
