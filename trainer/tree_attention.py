@@ -244,9 +244,9 @@ class _BlockAttention(torch.autograd.Function):
                 )
                 for target, part in zip((place, *places), parts, strict=True):
                     if block.causal and (target is place or j == 0):
-                        target.copy_(_of_groups(part, target))
+                        target.copy_(part.sum_to_size(target.shape))
                     else:
-                        target += _of_groups(part, target)
+                        target += part.sum_to_size(target.shape)
         return None, None, to_query, to_key, to_value, *to_past
 
 
@@ -283,16 +283,6 @@ def _keys(whole: Tensor, block: Block) -> Tensor:
 def _nodes(part: Tensor, count: int) -> Tensor:
     heads, tokens, *rest = part.shape
     return part.view(heads, count, tokens // count, *rest).transpose(0, 1)
-
-
-def _of_groups(part: Tensor, target: Tensor) -> Tensor:
-    """Return the sum over the query heads that share a key."""
-    if part.dtype.itemsize < 4:
-        # Rounded once.
-        return part.sum_to_size(target.shape)
-    # Half the time of torch's sum.
-    first, *others = part.split(target.shape[0])
-    return sum(others, first)
 
 
 def _repeated(keys: Tensor, queries: Tensor) -> Tensor:
