@@ -124,6 +124,8 @@ class RequestRecord(TypedDict, total=False):
     ``any_agent.completions.encoders.output_order``."""
     matched_stop: int
     """The index in ``gconfig.stop`` of the text that ended the answer."""
+    found_tools: list[dict[str, Any]]
+    """The deferred tools that the messages show, as functions of a chat call."""
     responses: dict[str, Any]
     """The fields of a `/v1/responses` request that its answer repeats; ``instructions``: the number
     of their lines, which are the first messages."""

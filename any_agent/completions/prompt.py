@@ -79,7 +79,7 @@ def find_parent(
         begun, digest = tree.seen.find(messages, [call.tools, template.hex()])
     known = begun.messages if begun is not None else 0
     new = messages[known:]
-    characters = _characters(new) + (begun.characters if begun is not None else 0)
+    characters = characters_of(new) + (begun.characters if begun is not None else 0)
     if characters > context_length * longest_token:
         raise ContextLengthExceeded(
             f"this model's maximum context length is {context_length} tokens, but the "
@@ -200,7 +200,8 @@ def _reasoned_so(interaction: Interaction, thought: str) -> bool:
     return reasoning_of(interaction.output_message) == thought
 
 
-def _characters(messages: Sequence[Any]) -> int:
+def characters_of(messages: Sequence[Any]) -> int:
+    """Return the number of characters in the messages' texts."""
     return sum(
         len(text_of(message.get("content")) or "")
         for message in messages

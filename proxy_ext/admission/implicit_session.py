@@ -17,6 +17,7 @@ from any_agent.completions.call_types import Prepared
 from any_agent.completions.completer import Completer
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prepare import LONG_TEXT, prepare, with_request_parameter
+from any_agent.completions.prompt import characters_of
 from any_agent.errors import (
     InvalidRequest,
     NotFound,
@@ -132,6 +133,8 @@ class ImplicitSessions:
         repeated = await self._repeated(request, where)
         if repeated is not None:
             return self._reserve("retried", repeated)
+        # References to tools make the messages longer than the body.
+        long = long or characters_of(call.messages) > LONG_TEXT
         if match := await self._match(where, call, long=long):
             kind: JoinKind = "ambiguous" if match.ambiguous else "continued"
             return self._reserve(kind, match.answer.member, match.answer)

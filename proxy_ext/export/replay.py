@@ -288,7 +288,7 @@ async def _answer(
             try:
                 request = ModelRequest(input_ids=prompt, gconfig=gconfig)
                 call.answer_ids = (await engine.agenerate(request)).output_ids
-                call.answer = _message(tree, node, prompt, call.answer_ids, codec)
+                call.answer = message_of(tree, node, prompt, call.answer_ids, codec)
             except AnyAgentError as error:
                 call.problem = error.message
         done += 1
@@ -310,7 +310,7 @@ def _sampling(
     return wanted
 
 
-def _message(
+def message_of(
     tree: InteractionTree,
     node: Interaction,
     prompt: list[int],
@@ -319,9 +319,10 @@ def _message(
 ) -> Message:
     """Return an output as the message that an agent would get."""
     forced = int(node.request.get("forced", 0))
+    tools = [*(tree.path(node.id)[0].tools or ()), *node.request.get("found_tools", ())]
     parser = codec.chat.stream_parser(
         prompt_ids=prompt,
-        tools=tree.path(node.id)[0].tools,
+        tools=tools or None,
         stop=node.gconfig.stop,
         forced=prompt[len(prompt) - forced :],
     )

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import orjson
 
 from any_agent.completions.messages.tool_use import arguments_of, call_id
+from any_agent.completions.params.parameter import MAX_TOOLS_BYTES
 from any_agent.completions.params.schema_check import shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message, Tool
@@ -30,15 +31,41 @@ _UNREADABLE = {
     "search_result": "this model reads text only: put it into a text block",
     "container_upload": "there are no containers here",
 }
+MAX_SHOWN_BYTES = 4 * MAX_TOOLS_BYTES
+"""Bytes of definitions that a request may show: a long conversation refers to a tool repeatedly."""
 
 
-_REFERENCE = "tool_reference"
+class Definitions:
+    """The definitions of a request's tools, as results show them."""
+
+    def __init__(self, tools: Mapping[str, Tool]) -> None:
+        self.shown: dict[str, bytes] = {}
+        """The JSON of the tools that are shown, by name."""
+        self._tools = tools
+        self._left = MAX_SHOWN_BYTES
+
+    def line(self, reference: dict[str, Any], where: str) -> str:
+        """Return the line that shows a tool to the model, always the same for the same tool.
+
+        InvalidRequest for an unknown tool, and beyond :data:`MAX_SHOWN_BYTES`.
+        """
+        name = reference.get("tool_name")
+        if not isinstance(name, str) or name not in self._tools:
+            _wrong(f"{where}.tool_name", f"is {shown(name)}, and no such tool is in tools")
+        if name not in self.shown:
+            self.shown[name] = orjson.dumps(self._tools[name]["function"])
+        self._left -= len(self.shown[name])
+        if self._left < 0:
+            _wrong(
+                where,
+                f"is a reference too many: definitions of {MAX_SHOWN_BYTES >> 20} MiB may be "
+                "shown, so refer to each tool once, or to fewer",
+            )
+        return f"<function>{self.shown[name].decode()}</function>"
 
 
-def conversation_of(
-    system: Any, messages: list[Any], tools: Mapping[str, Tool] | None = None
-) -> list[Message]:
-    """Return the chat messages; ``tools``: those that results may refer to, by name.
+def conversation_of(system: Any, messages: list[Any], tools: Definitions) -> list[Message]:
+    """Return the chat messages; ``tools``: those that results may refer to.
 
     InvalidRequest or UnsupportedParameter names what is wrong.
     """
@@ -64,7 +91,7 @@ def conversation_of(
             if type(content) is str:
                 out.append({"role": "user", "content": content})
             else:
-                _user_turn(out, content, i, tools or {})
+                _user_turn(out, content, i, tools)
         elif role == "system":
             out.append({"role": "system", "content": _text(content, f"messages[{i}].content")})
         else:
@@ -102,7 +129,7 @@ def _text_block(block: Any, where: str) -> str:
     return text
 
 
-def _user_turn(out: list[Message], content: Any, i: int, tools: Mapping[str, Tool]) -> None:
+def _user_turn(out: list[Message], content: Any, i: int, tools: Definitions) -> None:
     if not isinstance(content, list):
         _wrong(f"messages[{i}].content", "must be a string or a list of content blocks")
     texts: list[str] = []
@@ -119,7 +146,7 @@ def _user_turn(out: list[Message], content: Any, i: int, tools: Mapping[str, Too
         out.append({"role": "user", "content": "".join(texts)})
 
 
-def _result(block: dict[str, Any], where: str, tools: Mapping[str, Tool]) -> Message:
+def _result(block: dict[str, Any], where: str, tools: Definitions) -> Message:
     id = block.get("tool_use_id")
     if not isinstance(id, str) or not id:
         _wrong(f"{where}.tool_use_id", "must be a non-empty string")
@@ -134,14 +161,14 @@ def _result(block: dict[str, Any], where: str, tools: Mapping[str, Tool]) -> Mes
     return {"role": "tool", "tool_call_id": call_id(id), "content": text}
 
 
-def _result_text(content: Any, where: str, tools: Mapping[str, Tool]) -> str:
+def _result_text(content: Any, where: str, tools: Definitions) -> str:
     if not isinstance(content, list):
         return _text(content, where)
     parts: list[str] = []
     for is_reference, blocks in groupby(enumerate(content), lambda each: _is_reference(each[1])):
         named = [(block, f"{where}[{k}]") for k, block in blocks]
         if is_reference:
-            lines = [_definition(block, place, tools) for block, place in named]
+            lines = [tools.line(block, place) for block, place in named]
             parts.append("\n".join(["<functions>", *lines, "</functions>"]))
         else:
             parts += [_text_block(block, place) for block, place in named]
@@ -149,15 +176,7 @@ def _result_text(content: Any, where: str, tools: Mapping[str, Tool]) -> str:
 
 
 def _is_reference(block: Any) -> bool:
-    return isinstance(block, dict) and block.get("type") == _REFERENCE
-
-
-def _definition(block: dict[str, Any], where: str, tools: Mapping[str, Tool]) -> str:
-    """Return the line that shows a tool to the model, always the same for the same tool."""
-    name = block.get("tool_name")
-    if not isinstance(name, str) or name not in tools:
-        _wrong(f"{where}.tool_name", f"is {shown(name)}, and no such tool is in tools")
-    return f"<function>{orjson.dumps(tools[name]['function']).decode()}</function>"
+    return isinstance(block, dict) and block.get("type") == "tool_reference"
 
 
 class _AssistantTurn:
@@ -211,12 +230,17 @@ def _refuse(block: Any, where: str, wanted: str) -> NoReturn:
     kind = block.get("type") if isinstance(block, dict) else None
     if isinstance(kind, str) and kind in _UNREADABLE:
         # In the form of Anthropic's errors: Claude Code reads the place, and goes on without it.
-        raise InvalidRequest(f"{where}.{kind}: {_UNREADABLE[kind]}", param=where)
+        raise InvalidRequest(f"{where}.{kind}: {_UNREADABLE[kind]}", param=_param(where))
     if isinstance(kind, str) and kind not in ("text", "thinking", "tool_use", "tool_result"):
         message = f"{where} is a block of type {shown(kind)}, which is not supported here"
-        raise UnsupportedParameter(message, param=where)
+        raise UnsupportedParameter(message, param=_param(where))
     _wrong(where, wanted)
 
 
 def _wrong(where: str, what: str) -> NoReturn:
-    raise InvalidRequest(f"{where} {what}", param=where)
+    raise InvalidRequest(f"{where} {what}", param=_param(where))
+
+
+def _param(where: str) -> str:
+    """Return a place's path in the body; a result's has its kind, too, in Anthropic's errors."""
+    return where.replace(".tool_result", "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from any_agent.chat.template_kwargs import SWITCHES
-from any_agent.completions.messages.input_messages import conversation_of
+from any_agent.completions.messages.input_messages import Definitions, conversation_of
 from any_agent.completions.messages.tools import messages_tools
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.grammar import schema_grammar, unless_forced
@@ -62,9 +62,12 @@ def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
         # A template without a switch takes `thinking`, too: it only has no effect.
         shared["thinking"] = None
     call = call_of(shared, recorded, rest, settings, grammar=grammar)
+    definitions = Definitions(tools.by_name)
+    conversation = conversation_of(body.get("system"), messages, definitions)
+    found = [each for each in tools.deferred if each["function"]["name"] in definitions.shown]
     chat = replace(
         call,
-        messages=conversation_of(body.get("system"), messages, tools.by_name),
+        messages=conversation,
         tools=tools.shown,
         deferred=tools.deferred,
         include_usage=True,
@@ -75,6 +78,7 @@ def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
         format_parameter=asked_by,
         id_prefix="msg_",
         parameter_names=_PARAMETER_NAMES,
+        kept={"found_tools": found} if found else {},
     )
     return MessagesCall(chat, thinking.hidden)
 

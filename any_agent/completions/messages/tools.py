@@ -19,10 +19,7 @@ from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
 _SEARCH = "tool_search_tool"
-_HOSTED = (
-    *("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset"),
-    _SEARCH,
-)
+_HOSTED = ("web_search", "web_fetch", "code_execution", "advisor", _SEARCH)
 """Kinds of tools that Anthropic runs itself; their names go on with a date or a variant."""
 
 
@@ -48,17 +45,16 @@ def messages_tools(body: Mapping[str, Any], rest: UnknownFields, *, refuse: bool
     Tools that only Anthropic runs are noted in ``rest`` as ignored, or refused. InvalidRequest or
     UnsupportedParameter names the part that is wrong.
     """
+    declared: list[dict[str, Any]] = []
     functions: list[Tool] = []
-    deferred: set[str] = set()
     left_out: dict[str, list[Any]] = {}
     for k, tool in enumerate(tool_list(body.get("tools"))):
         if (kind := _hosted(tool)) is not None:
             left_out.setdefault(kind[:MAX_KIND], []).append(tool)
             continue
-        function = _function(tool, f"tools[{k}]")
-        functions.append(function)
-        if tool.get("defer_loading"):
-            deferred.add(function["function"]["name"])
+        functions.append(_function(tool, f"tools[{k}]"))
+        declared.append(tool)
+    deferred = {tool["name"] for tool in declared if tool.get("defer_loading")}
     choice, parallel = _choice(body.get("tool_choice"))
     leave_out(left_out, rest, alone=not functions and choice != "none", refuse=refuse)
     if deferred and any(kind.startswith(_SEARCH) for kind in left_out):
@@ -67,15 +63,15 @@ def messages_tools(body: Mapping[str, Any], rest: UnknownFields, *, refuse: bool
         deferred = set()
     found, forced = tools_of({"tools": functions, "tool_choice": choice})
     by_name = {each["function"]["name"]: each for each in functions}
-    if deferred and len(deferred) == len(by_name):
+    if found is None:
+        return MessagesTools(by_name, parallel=parallel)
+    if len(deferred) == len(by_name):
         raise InvalidRequest(
             "every tool has defer_loading, so the model would see none: leave it out of the one "
             "that searches for the others",
             param="tools",
         )
-    if found is None:
-        return MessagesTools(by_name, parallel=parallel)
-    note_strict(body["tools"], rest)
+    note_strict(declared, rest)
     at_once = [each for each in found if each["function"]["name"] not in deferred]
     later = [each for each in found if each["function"]["name"] in deferred]
     return MessagesTools(by_name, at_once, later, forced, parallel)
@@ -102,6 +98,8 @@ def _function(tool: Any, where: str) -> Tool:
         _wrong(f"{where}.name", f"must be 1 to {MAX_NAME} printable characters")
     if not isinstance(schema, dict):
         _wrong(f"{where}.input_schema", "must be an object: the JSON schema of the tool's input")
+    if not isinstance(tool.get("defer_loading"), bool | None):
+        _wrong(f"{where}.defer_loading", "must be true or false")
     callers = tool.get("allowed_callers")
     if isinstance(callers, list) and callers and "direct" not in callers:
         raise UnsupportedParameter(

@@ -22,7 +22,7 @@ class ParseSettings:
     sampling: GenerationHyperparameters
     """The run's sampling. In train sessions it replaces the agent's, and the smaller token limit of
     both holds; eval sessions keep the agent's own, except the run's token limit, and have the run's
-    temperature where the agent sets none."""
+    temperature where the agent sets none (1 in implicit ones)."""
     model: str
     """The policy's name, for a body without one."""
     known_settings: Set[str] = frozenset()

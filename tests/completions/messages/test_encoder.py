@@ -13,7 +13,7 @@ from any_agent.chat import chain_keys
 from any_agent.chat.output.message import MessageBuilder, MessageDelta, ToolCallIds, merge_deltas
 from any_agent.completions.call_types import Delta
 from any_agent.completions.messages.encoder import MessagesEncoder
-from any_agent.completions.messages.input_messages import conversation_of
+from any_agent.completions.messages.input_messages import Definitions, conversation_of
 from any_agent.errors import EngineUnavailable, SessionClosed
 from any_agent.types import Interaction
 from tests.support.completions.messages import (
@@ -98,7 +98,7 @@ def test_what_comes_back_is_what_was_recorded(steps: list[tuple[str, str]]) -> N
     whole = whole_of(answer_of().whole([interaction]))
     content = json.loads(json.dumps([block.to_dict() for block in whole.content]))
     messages = [*HELLO, {"role": "assistant", "content": content}, *HELLO]
-    said = conversation_of(None, messages)[1]
+    said = conversation_of(None, messages, Definitions({}))[1]
     recorded = interaction.output_message
     assert chain_keys([said], None) == chain_keys([recorded], None)
     assert said.get("reasoning_content") == recorded.get("reasoning_content")

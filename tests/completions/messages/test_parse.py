@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions.messages.input_messages import conversation_of
+from any_agent.completions.messages.input_messages import Definitions, conversation_of
 from any_agent.completions.messages.parse import parse_count
 from any_agent.completions.params.call import ParseSettings
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -17,6 +17,7 @@ from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import GenerationHyperparameters, SessionMode
 from tests.support.completions.messages import HELLO, parse
 
+NO_TOOLS = Definitions({})
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "find", "description": "Finds.", "input_schema": SCHEMA}
 CHAT_TOOL = {
@@ -66,6 +67,7 @@ def test_a_conversation() -> None:
             {"role": "system", "content": [text("Time is up.")]},
             user(),
         ],
+        NO_TOOLS,
     )
     assert messages == [
         {"role": "system", "content": "Be brief."},
@@ -85,7 +87,7 @@ def test_a_conversation() -> None:
 
 def test_thousands_of_pieces_are_one_turn() -> None:
     pieces = [assistant(text("ab"), USE)] * 5_000
-    _, said, _ = conversation_of(None, [*HELLO, *pieces, *HELLO])
+    _, said, _ = conversation_of(None, [*HELLO, *pieces, *HELLO], NO_TOOLS)
     assert said["content"] == "ab" * 5_000
     assert len(said["tool_calls"]) == 5_000
 
@@ -100,16 +102,16 @@ def test_thousands_of_pieces_are_one_turn() -> None:
 )
 def test_a_tool_that_failed(content: Any, becomes: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "x", "content": content, "is_error": True}
-    (said,) = conversation_of(None, [user(result)])
+    (said,) = conversation_of(None, [user(result)], NO_TOOLS)
     assert said == {"role": "tool", "tool_call_id": "x", "content": becomes}
 
 
 @pytest.mark.parametrize("system", ["x-anthropic-billing-header: a=1;\nBe brief.", "Be brief."])
 def test_the_billing_line_is_left_out(system: str) -> None:
-    said, *_ = conversation_of(system, HELLO)
+    said, *_ = conversation_of(system, HELLO, NO_TOOLS)
     assert said == {"role": "system", "content": "Be brief."}
-    assert conversation_of("x-anthropic-billing-header: a=1;", HELLO) == HELLO
-    assert conversation_of([], HELLO) == HELLO
+    assert conversation_of("x-anthropic-billing-header: a=1;", HELLO, NO_TOOLS) == HELLO
+    assert conversation_of([], HELLO, NO_TOOLS) == HELLO
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
@@ -145,6 +147,8 @@ def test_what_is_no_conversation(message: dict[str, Any], says: str) -> None:
         parse(messages=[message])
     assert says in raised.value.message
     assert raised.value.param is not None and raised.value.param.startswith("messages")
+    # It is a path in the body, which has no such key.
+    assert "tool_result" not in raised.value.param
 
 
 def test_tools() -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from any_agent.completions.call_types import Completion
 from any_agent.completions.completer import Completer
+from any_agent.completions.messages.input_messages import MAX_SHOWN_BYTES
 from any_agent.completions.messages.parse import MessagesCall, parse_messages
 from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.prepare import count_tokens
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
+from any_agent.record.content_removal import strip_content
 from any_agent.types import Continuation, Interaction
 from tests.support.completions.messages import EVAL, HELLO, RUN, parse
 from tests.support.families import Family, family
@@ -56,12 +58,12 @@ def result(*blocks: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("web_search_20250305", "web_fetch_20250910", "code_execution_20250825", "mcp_toolset"),
+        *("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"),
         *("tool_search_tool_regex_20251119", "advisor_20260301"),
     ],
 )
 def test_what_only_anthropic_runs_is_left_out_and_named(kind: str) -> None:
-    tool = {"type": kind, "name": "x"}
+    tool = {"type": kind, "name": "x", "strict": True}
     chat = parse(tools=[tool, SEARCH, tool]).chat
     assert names(chat.tools) == ["search"] and not chat.deferred
     assert chat.ignored == (f"tools.{kind}",)
@@ -70,7 +72,8 @@ def test_what_only_anthropic_runs_is_left_out_and_named(kind: str) -> None:
         strictly(tools=[tool, SEARCH])
     assert error.value.param == "tools"
     # With a schema of its own it is a function like any other.
-    assert names(parse(tools=[{**tool, "input_schema": SCHEMA}]).chat.tools) == ["x"]
+    function = parse(tools=[{**tool, "input_schema": SCHEMA}]).chat
+    assert (names(function.tools), function.ignored) == (["x"], ("tools.strict",))
 
 
 @pytest.mark.parametrize("choice", [None, {"type": "auto"}, {"type": "any"}])
@@ -87,7 +90,9 @@ def test_a_tool_that_is_left_out_cannot_be_chosen() -> None:
     assert error.value.param == "tool_choice"
 
 
-@pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "memory_20250818"])
+@pytest.mark.parametrize(
+    "kind", ["bash_20250124", "text_editor_20250728", "memory_20250818", "mcp_toolset"]
+)
 def test_a_tool_that_the_agent_runs_needs_a_schema(kind: str) -> None:
     with pytest.raises(UnsupportedParameter) as error:
         parse(tools=[SEARCH, {"type": kind, "name": "x"}])
@@ -112,6 +117,17 @@ def test_deferred_tools_that_nobody_could_find_are_shown_at_once() -> None:
     with pytest.raises(InvalidRequest) as error:
         parse(tools=[LOUD, LATER])
     assert error.value.param == "tools"
+    # Where none may be called, none needs to be found.
+    assert parse(tools=[LOUD, LATER], tool_choice={"type": "none"}).chat.tools is None
+
+
+def test_a_tool_is_deferred_or_not() -> None:
+    for given in (False, None):
+        assert names(parse(tools=[SEARCH, {**LOUD, "defer_loading": given}]).chat.deferred) == []
+    for given in ("true", 0, []):
+        with pytest.raises(InvalidRequest) as error:
+            parse(tools=[SEARCH, {**LOUD, "defer_loading": given}])
+        assert error.value.param == "tools"
 
 
 def test_a_reference_is_the_tools_definition() -> None:
@@ -137,7 +153,25 @@ def test_a_reference_to_a_tool_that_is_not_there_is_refused(name: Any) -> None:
     block = {"type": "tool_reference"} if name is ... else {**REFERENCE, "tool_name": name}
     with pytest.raises(InvalidRequest) as error:
         parse(tools=[SEARCH, LOUD, WEB], messages=result(REFERENCE, block))
-    assert error.value.param == "messages[0].content[0].tool_result.content[1].tool_name"
+    assert error.value.param == "messages[0].content[0].content[1].tool_name"
+
+
+def test_a_small_body_does_not_become_a_huge_conversation() -> None:
+    tools = [SEARCH, {**LOUD, "description": "x" * 100_000}]
+    shown = parse(tools=tools, messages=result(REFERENCE)).chat.messages[0]["content"]
+    (line,) = [line for line in shown.split("\n") if line.startswith("<function>")]
+    most = MAX_SHOWN_BYTES // len(line.removeprefix("<function>").removesuffix("</function>"))
+    # A long conversation refers to a tool again in each of its results.
+    within = [*result(*[REFERENCE] * (most - 2)), *result(REFERENCE), *result(REFERENCE)]
+    said = parse(tools=tools, messages=within).chat.messages
+    assert sum(message["content"].count(line) for message in said) == most
+    for messages, place in (
+        ([*within, *result(REFERENCE)], "messages[3].content[0].content[0]"),
+        (result(*[REFERENCE] * 3000), f"messages[0].content[0].content[{most}]"),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            parse(tools=tools, messages=messages)
+        assert error.value.param == place
 
 
 def test_a_reference_stands_in_a_tools_result_alone() -> None:
@@ -212,6 +246,10 @@ def test_a_tool_that_is_found_continues_the_conversation_exactly(name: str) -> N
         (call,) = second.output_message["tool_calls"]
         assert call["function"]["name"] == "shout"
         assert json.loads(call["function"]["arguments"]) == {"text": "42"}
+        # By what it has been shown, the record can read such an answer again.
+        assert names(second.request["found_tools"]) == ["shout"]
+        assert "found_tools" not in first.request
+        assert "found_tools" not in strip_content(second).request
         agent.runs(second, {"type": "text", "text": "done"})
         third = await agent.asks([LOUD, SEARCH], fam.say("Good."))
         assert (third.parent_id, third.continuation) == (second.id, Continuation.EXACT)

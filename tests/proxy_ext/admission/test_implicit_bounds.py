@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
+from proxy_ext.sessions.conversation_index import ImplicitTask
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
 from tests.proxy_ext.test_tenants import ADMIN, Tenants
@@ -117,6 +119,33 @@ async def test_what_cannot_be_sampled_opens_nothing(start: Start) -> None:
     refusal(await proxy.call(KEY, ONE, metadata={"a": "x" * 100_000}), 400, "invalid_request", "")
     refusal(await proxy.call(KEY, ONE, suffix="x"), 400, "unsupported_parameter", "suffix")
     assert not proxy.service.sessions.live
+
+
+async def test_long_text_of_a_short_body_is_hashed_off_the_loop(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    hash_messages = ImplicitTask.hash_messages
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return hash_messages(*args)
+
+    monkeypatch.setattr(ImplicitTask, "hash_messages", noted)
+    proxy = await start(*settings())
+    await proxy.admit(5)
+    search: dict[str, Any] = {"name": "search", "input_schema": {"type": "object"}}
+    later = {**search, "name": "later", "description": "x" * 30_000, "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": "later"}
+    found = {"type": "tool_result", "tool_use_id": "x", "content": [reference] * 5}
+    hello = {"role": "user", "content": "hi"}
+    body = {"model": "m", "max_tokens": 8, "tools": [search, later], "messages": [hello]}
+    for _ in range(2):
+        assert (await proxy.post("/v1/messages", body, KEY)).status_code == 200
+    body["messages"] = [hello, {"role": "user", "content": [found]}]
+    response = await proxy.post("/v1/messages", body, KEY)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(

@@ -16,6 +16,8 @@ import torch
 
 from any_agent.chat import ChatFormat
 from any_agent.demo.models.tiny import save_tiny_model
+from any_agent.inference.text_codec import TextCodec
+from any_agent.record import InteractionTree
 from any_agent.rundir.layout import RunDir
 from any_agent.types import (
     Continuation,
@@ -25,9 +27,10 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
-from proxy_ext.export.replay import Comparison, main
+from proxy_ext.export.replay import Comparison, main, message_of
 from proxy_ext.journal import PutInteraction, PutSession
 from tests.support.archives import Rank
+from tests.support.families import Call, family
 from tests.support.journal import make_interaction, make_row
 from tests.support.trials import save_trial
 from tests.support.true_logprobs import TrueModel
@@ -176,6 +179,26 @@ async def test_ids_of_another_tokenizer(
     await rank.stop()
     assert await replay(trial) == 2
     assert "recorded with another tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm"])
+def test_a_call_of_a_tool_that_was_searched_for_is_read_by_its_schema(name: str) -> None:
+    """Only the schema tells the text "42" from the number."""
+    fam = family(name)
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    head, found = (
+        {"type": "function", "function": {"name": each, "parameters": schema}}
+        for each in ("search", "shout")
+    )
+    made = make_interaction("one", "s-0-a")
+    tree = InteractionTree()
+    request, gconfig = {"found_tools": [found]}, made.gconfig.new(stop=())
+    tree.add(replace(made, tools=[head], request=request, gconfig=gconfig))
+    prompt = fam.chat.render([{"role": "user", "content": "hi"}], [head])
+    output = fam.say(calls=(Call("shout", {"text": "42"}),))
+    codec = TextCodec(fam.chat.tokenizer, fam.chat)
+    (made_call,) = message_of(tree, tree["one"], prompt, output, codec)["tool_calls"]
+    assert json.loads(made_call["function"]["arguments"]) == {"text": "42"}
 
 
 def test_a_comparison_of_numbers() -> None:
