@@ -80,13 +80,13 @@ class Health:
 
 
 def describe_health(run: Mapping[str, Any], steps: int) -> Health:
-    """Describe an overview, as `GET /rl/v1/overview` has it, of a training of so many steps."""
+    """Describe an overview, as `GET /rl/v1/overview` has it, of a training of so many steps (0: none)."""
     alarms = run["alarms"]
     counts = list(run["sessions"].values())
     opened = sum(states.get("open", 0) for states in counts)
     finished = sum(n for states in counts for name, n in states.items() if name not in _UNDECIDED)
     cells = [
-        verdict(run),
+        verdict(run, trains=steps > 0),
         f"{opened} open, {run['slots']['waiting']} waiting, {finished} finished",
     ]
     if reward := _reward(run, steps):
@@ -104,12 +104,12 @@ def describe_health(run: Mapping[str, Any], steps: int) -> Health:
     )
 
 
-def verdict(run: Mapping[str, Any]) -> str:
-    """Return the health of an overview in a word, or two."""
+def verdict(run: Mapping[str, Any], *, trains: bool = False) -> str:
+    """Return the health of an overview in a word, or two; ``trains``: it is to have a trainer."""
     alarms = run["alarms"]
     if not alarms:
-        loads = any((p["name"], p["state"]) == ("trainer", "starting") for p in run["parts"])
-        return "starting" if loads else "well"
+        states = [part["state"] for part in run["parts"] if part["name"] == "trainer"]
+        return "starting" if "starting" in states or (trains and not states) else "well"
     return f"{alarms[0]['level']}, {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}"
 
 

@@ -213,7 +213,7 @@ class Node:
 
         Raises what :meth:`check` raises.
         """
-        steps = self.config.train.steps
+        steps = self.config.train.steps if self.options.train else 0
         progress = TrainingProgress(self.dir.metrics, steps, self.dir.waiting)
         report = HealthReport(self.options.say, self.options.show)
         key = signer_of(self.dir)

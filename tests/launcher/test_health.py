@@ -55,8 +55,12 @@ def test_right_after_a_step_the_line_has_the_steps_own_figures() -> None:
 
 
 def test_a_run_is_not_well_before_its_trainer_has_loaded_the_model() -> None:
-    parts = [{"name": "rank-0", "state": "ready"}, {"name": "trainer", "state": "starting"}]
-    assert describe_health(RUN | {"parts": parts}, 40).line.startswith("now       starting  4 open")
+    parts = [{"name": "rank-0", "state": "ready"}]
+    line = describe_health(RUN | {"parts": parts}, 0).line
+    assert line.startswith("now       well "), "it has none"
+    for more in ([], [{"name": "trainer", "state": "starting"}]):
+        line = describe_health(RUN | {"parts": parts + more}, 40).line
+        assert line.startswith("now       starting  4 open")
 
 
 def test_names_that_agents_choose_cannot_write_on_the_terminal() -> None:
