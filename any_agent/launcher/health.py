@@ -80,7 +80,10 @@ class Health:
 
 
 def describe_health(run: Mapping[str, Any], steps: int) -> Health:
-    """Describe an overview, as `GET /rl/v1/overview` has it, of a training of so many steps (0: none)."""
+    """Describe an overview, as `GET /rl/v1/overview` has it.
+
+    ``steps`` is the number of the training's steps; 0: nothing is to be trained.
+    """
     alarms = run["alarms"]
     counts = list(run["sessions"].values())
     opened = sum(states.get("open", 0) for states in counts)
