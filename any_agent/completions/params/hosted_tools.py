@@ -14,12 +14,16 @@ MAX_KIND = 64
 
 
 def leave_out(
-    left_out: Mapping[str, Sequence[Any]], rest: UnknownFields, *, alone: bool, refuse: bool
+    left_out: Mapping[str, Sequence[Any]],
+    rest: UnknownFields,
+    *,
+    refuse: bool,
+    alone: bool = False,
 ) -> None:
     """Note tools, by kind, as ignored in ``rest``.
 
-    ``alone``: the request has no other tool to call. Then it was made for what these do, and an
-    answer without them would be made up: UnsupportedParameter. So is any where ``refuse``.
+    ``alone``: the request was made for nothing but what these do, so that an answer would be made
+    up: UnsupportedParameter. So is any tool where ``refuse``.
     """
     for kind, tools in left_out.items():
         if alone:

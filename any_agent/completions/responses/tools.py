@@ -94,7 +94,7 @@ def responses_tools(
         found.repeated += _add(found, tool, f"tools[{k}]")
     _add_from_input(found, body.get("input"))
     choice = _choice(body.get("tool_choice"))
-    leave_out(found.left_out, rest, alone=not found.chat and choice != "none", refuse=refuse)
+    leave_out(found.left_out, rest, refuse=refuse)
     if found.deferred:
         without_effect("tools.defer_loading", True, rest, refuse=refuse)
     asked = {"tools": found.chat, "tool_choice": choice}

@@ -113,24 +113,18 @@ def test_what_only_openai_runs_is_left_out_and_named(kind: str) -> None:
     assert call.chat.ignored == (f"tools.{kind}",)
     assert call.chat.recorded[f"tools.{kind}"] == [tool, tool]
     with pytest.raises(UnsupportedParameter) as error:
-        strictly(tools=[tool, READ])
+        strictly(tools=[tool])
     assert error.value.param == "tools"
 
 
 def test_a_key_of_a_tool_that_is_left_out_is_not_recorded() -> None:
-    call = parse(tools=[{"type": "mcp", "authorization": "sk-1"}, READ])
+    call = parse(tools=[{"type": "mcp", "authorization": "sk-1"}])
     assert call.chat.ignored == ("tools.mcp",) and not call.chat.recorded
 
 
-def test_a_request_for_nothing_but_what_openai_runs_is_refused() -> None:
-    for choice in ("auto", "required", None):
-        with pytest.raises(UnsupportedParameter) as error:
-            parse(tools=[{"type": "web_search"}], tool_choice=choice)
-        assert error.value.param == "tools" and "web_search" in error.value.message
-    assert parse(tools=[{"type": "web_search"}], tool_choice="none").chat.tools is None
-    item = {"type": "additional_tools", "role": "developer", "tools": [READ]}
-    talk = [{"role": "user", "content": "hi"}, item]
-    assert shown(parse(talk, tools=[{"type": "web_search"}])) == ["read"]
+def test_a_request_for_nothing_but_what_openai_runs_is_answered_without_it() -> None:
+    call = parse(tools=[{"type": "web_search"}])
+    assert call.chat.tools is None and "tools.web_search" in call.chat.ignored
 
 
 def test_a_function_that_waits_to_be_searched_for_is_shown_at_once() -> None:
