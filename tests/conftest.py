@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import ssl
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -140,8 +141,11 @@ def _deal(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Take away what LiteLLM's import leaves in this process, which later ones would inherit."""
+    """Take away what LiteLLM's import and a runner leave in this process."""
     os.environ.pop("LITELLM_MASTER_KEY", None)
+    runner = sys.modules.get("any_agent.client.environment")
+    if runner is not None and os.environ.get("OPENAI_BASE_URL") == runner._given:
+        del os.environ["OPENAI_BASE_URL"]
 
 
 @pytest.hookimpl(tryfirst=True)

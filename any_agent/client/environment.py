@@ -29,6 +29,21 @@ def require_some_url(url: str) -> None:
         os.environ["OPENAI_BASE_URL"] = f"{url}/{PLACEHOLDER_SESSION}/v1"
 
 
+_given = ""
+"""The OPENAI_BASE_URL that :func:`require_service` has set."""
+
+
+def require_service(url: str) -> None:
+    """Set this process's OPENAI_BASE_URL and OPENAI_API_KEY to the service at ``url`` (without
+    `/v1`) and a placeholder where neither is set: a client made without arguments would send an
+    agent's prompts to OpenAI."""
+    global _given
+    require_some_key()
+    current = os.environ.get("OPENAI_BASE_URL", "")
+    if os.environ["OPENAI_API_KEY"] == PLACEHOLDER_KEY and current in ("", _given):
+        os.environ["OPENAI_BASE_URL"] = _given = f"{url}/v1"
+
+
 def is_placeholder(url: str) -> bool:
     """Return True for a URL that :func:`require_some_url` has set."""
     return url.endswith(f"/{PLACEHOLDER_SESSION}/v1")

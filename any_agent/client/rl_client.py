@@ -163,7 +163,7 @@ class RLClient:
 
         ``session_id`` names an earlier session of the same key.
         """
-        body = SetReward(reward=reward, completion_id=completion_id, session_id=session_id)
+        body = checked(SetReward, reward=reward, completion_id=completion_id, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
     async def set_final_reward(
@@ -174,7 +174,7 @@ class RLClient:
         session_id: str | None = None,
     ) -> RewardSet:
         """Reward the whole session; the reward can be revised until a trainer leases it."""
-        body = SetReward(final_reward=final_reward, session_id=session_id)
+        body = checked(SetReward, final_reward=final_reward, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
     async def finalize(
@@ -194,7 +194,8 @@ class RLClient:
         (`already_finalized`) if it has another final reward. With an ``idempotency_key`` the
         request may be repeated, also by the caller's next process.
         """
-        body = Finalize(
+        body = checked(
+            Finalize,
             final_reward=final_reward,
             await_reward=await_reward,
             deadline=deadline,
@@ -449,6 +450,23 @@ class RLClient:
                 response.status_code, response.content, response.headers.get("retry-after")
             )
         return response
+
+
+def checked(body: type[T], **fields: Any) -> T:
+    """Return a request's body; InvalidRequest, as the service would answer, for a wrong field."""
+    try:
+        return body(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "string_pattern_mismatch":
+            what = (
+                f"{str(first['input'])[:80]!a} is no name: one has letters, digits, `.`, `_` and "
+                "`-`, at most 64, and begins with a letter or a digit"
+            )
+        message = f"{where}: {what}" if where else what
+        raise errors.InvalidRequest(message, param=where or None) from None
 
 
 def _read(answer: type[T], response: Response, url: str | None) -> T:

@@ -110,7 +110,7 @@ def next_lines(config: Config, command: str) -> Commands:
         (
             "Train its first model on the work of your agents; README.md has others:",
             [
-                f"{command} serve --port {PORT} sessions.group_size=4 \\",
+                f"{command} serve --port {PORT} --trial first sessions.group_size=4 \\",
                 f"  rollout.batch_size=16 train.lr={config.train.lr:g} \\",
                 f"  --model {shlex.quote(config.model.path)}",
             ],

@@ -16,7 +16,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeAlias
 
-from any_agent.client.environment import require_some_key
+from any_agent.client.environment import require_service
 from any_agent.client.retry_transport import SharedClient
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.runtime.import_string import import_string, name_of
@@ -62,7 +62,7 @@ class AgentCallable:
         }
         if not self.blocks:
             arguments["http_client"] = http_client
-        require_some_key()
+        require_service(session.url)
         positional = (item, arguments["session"]) if self._takes_session else (item,)
         named = {name: arguments[name] for name in self._named if name in arguments}
         call = partial(self._call, *positional, **named)

@@ -12,14 +12,11 @@ import uuid
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
-from pydantic import ValidationError
-
 from any_agent.client.backoff import wait_for_slot
-from any_agent.client.rl_client import RLClient
+from any_agent.client.rl_client import RLClient, checked
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
-    InvalidRequest,
     SessionClosed,
     TooManyRequests,
     Unauthenticated,
@@ -115,7 +112,7 @@ class AgentSession:
             "ttl": ttl,
             "rewards": rewards,
         }
-        _validate(self._fields)
+        checked(StartSession, **self._fields)
         self._wait = wait
         self._retry_for = retry_for
         self._idempotency_key = idempotency_key
@@ -243,15 +240,6 @@ class AgentSession:
             if error.code != "no_reward" or self._on_missing_reward != "abort":
                 raise
             await session.abort("it was given no reward")
-
-
-def _validate(fields: dict[str, Any]) -> None:
-    try:
-        StartSession(**fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the session"
-        raise InvalidRequest(f"{where}: {first['msg']}", param=where) from None
 
 
 async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:

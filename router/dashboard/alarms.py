@@ -61,8 +61,9 @@ def alarms_of(
         *_of_parts(parts),
         *_of_stores(samples),
         *_of_waits(parts, slots, waiting),
-        *_of_training(steps, since_step),
     ]
+    if any(part.name == "trainer" and part.state != "done" for part in parts):
+        found += _of_training(steps, since_step)
     return sorted(found, key=lambda alarm: alarm.level != "bad")
 
 
@@ -124,7 +125,8 @@ def _of_stores(samples: Mapping[str, Samples]) -> Iterator[Alarm]:
 
 
 def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> Iterator[Alarm]:
-    if waiting:
+    trainer = next((part for part in parts if part.name == "trainer"), None)
+    if waiting and trainer is not None and trainer.state not in ("starting", "done"):
         # The lines begin with the word that heads them on the console.
         lines = [line.removeprefix("waiting").strip() for line in waiting.splitlines()]
         yield Alarm(
@@ -132,7 +134,6 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
             f"The trainer is waiting: {'. '.join(line.rstrip('.') for line in lines)}.",
             "Are there agents, rewards and whole groups? `any-agent sessions list` shows them.",
         )
-    trainer = next((part for part in parts if part.name == "trainer"), None)
     if slots.get("waiting", 0) and trainer is not None and not trainer.well:
         yield Alarm(
             "bad",

@@ -171,8 +171,8 @@ async def test_the_key_from_a_file(served: Served, tmp_path: Path) -> None:
         (["--api-key-file", "/no/such/file", "--", "true"], "cannot be read"),
         (["--url", "nowhere", "--", "true"], "is no URL of a service"),
         (["--logs", "/dev/null/logs", "--", "true"], "cannot be created"),
-        (["--task", "a b", "--", "true"], "--task: String should match"),
-        (["--metadata", '{"a": NaN}', "--", "true"], "--metadata: Value error, metadata must be"),
+        (["--task", "a b", "--", "true"], "--task: 'a b' is no name"),
+        (["--metadata", '{"a": NaN}', "--", "true"], "--metadata: metadata must be"),
         (["--", "no-such-program"], "there is no program no-such-program"),
     ],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.sdk.agent_callable import AgentCallable
 
 URL = "http://s/k/v1"
-SESSION: Any = SimpleNamespace(session_url=URL, api_key="k", blocking="blocking session")
+SESSION: Any = SimpleNamespace(
+    url="http://service", session_url=URL, api_key="k", blocking="blocking session"
+)
 HTTP: Any = object()
 
 
@@ -36,6 +40,30 @@ class Called:
 
 async def named(item: Any, api_key: str, base_url: str = "") -> Any:
     return item, api_key, base_url
+
+
+@pytest.mark.parametrize(
+    ("before", "url"),
+    [
+        ({}, "http://service/v1"),
+        ({"OPENAI_BASE_URL": "http://other/v1"}, "http://other/v1"),
+        ({"OPENAI_API_KEY": "sk-proj-1"}, None),
+    ],
+)
+async def test_a_client_made_without_arguments_does_not_call_openai_unasked(
+    before: dict[str, str], url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        # So that it is as before at the end.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+
+    async def called(item: Any) -> Any:
+        return os.environ.get("OPENAI_BASE_URL"), os.environ["OPENAI_API_KEY"]
+
+    assert await given(called) == (url, before.get("OPENAI_API_KEY", PLACEHOLDER_KEY))
 
 
 async def test_what_it_is_given() -> None:

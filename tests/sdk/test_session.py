@@ -156,6 +156,17 @@ async def test_no_reward_may_be_awaited_or_let_go(served: Served) -> None:
     assert (info["state"], info["reason"]) == ("aborted", "it was given no reward")
 
 
+@pytest.mark.parametrize("reward", ["good", "1.0", True, float("nan"), None])
+async def test_a_reward_that_is_none_is_refused_as_the_service_would(
+    served: Served, reward: Any
+) -> None:
+    async with AgentSession() as session:
+        await answered(session)
+        with pytest.raises(InvalidRequest):
+            await session.set_reward(reward)
+        await session.set_reward(1.0)
+
+
 async def test_rewards_after_the_end(served: Served) -> None:
     async with AgentSession() as session:
         await answered(session)

@@ -34,6 +34,13 @@ def test_a_run_that_is_well_has_none() -> None:
     assert alarms(parts=[Part("trainer", "starting")], slots={"waiting": 9}) == []
 
 
+def test_what_concerns_training_is_no_alarm_where_nothing_is_trained() -> None:
+    dull = Steps([STEP, STEP | {"left_out": {"zero_variance": 24}}])
+    for parts in ([], [Part("trainer", "done")]):
+        assert alarms(parts=parts, steps=dull, waiting="waiting   for x") == []
+    assert alarms(parts=[Part("trainer", "starting")], waiting="waiting   for x") == []
+
+
 @pytest.mark.parametrize(
     ("changed", "level", "what", "do"),
     [
