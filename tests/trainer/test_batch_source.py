@@ -358,11 +358,25 @@ def test_a_person_is_told_that_most_items_teach_nothing(
     """Eight of ten items, between which two make a step now and then."""
     monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
     monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.01)
-    lab = DataLab(config_of(settings, "train.steps=8"), Alternating(dull=tuple(range(8))))
     said: list[str] = []
+    runs: list[int] = []
+
+    def told() -> bool:
+        return any("groups had nothing to learn from" in line for line in said)
+
+    class Waiting(Alternating):
+        """Until that was told, once there is enough to tell of."""
+
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+            runs.append(data["n"])
+            while data["n"] == 9 and len(runs) > 60 and not told():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return await super().arun_episode(engine, data)
+
+    lab = DataLab(config_of(settings, "train.steps=8"), Waiting(dull=tuple(range(8))))
     lab.trainer.report.say = said.append
     assert lab.trainer.train()
-    assert any("groups had nothing to learn from" in line for line in said), said
+    assert told(), said
 
 
 def test_another_dataset_is_refused(settings: list[str]) -> None:
