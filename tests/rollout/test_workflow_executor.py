@@ -198,9 +198,20 @@ def test_a_loader_continues_after_what_was_returned() -> None:
 
 def test_a_loaders_items_come_again_where_their_batch_broke() -> None:
     loader, workflow = ItemLoader(items(8), 4, shuffle=False), Doing()
+    broken = threading.Event()
     with executor(max_dull_groups=2) as e:
+
+        async def two_in_a_row(item: dict[str, Any]) -> Any:
+            """Once there is a result of the first; the others end later."""
+            rejected = item["n"] in (1, 2)
+            ready = (lambda: e.capacity.buffered) if rejected else broken.is_set
+            while item["n"] and not ready():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            return REJECT if rejected else None
+
         with pytest.raises(RolloutError, match="the last 2 items"):
-            e.prepare_batch(loader, Doing(lambda d: REJECT if d["n"] in (1, 2) else None))
+            e.prepare_batch(loader, Doing(two_in_a_row))
+        broken.set()
         assert loader.state_dict()["beyond"] == [1, 2]
         batch = e.prepare_batch(loader, workflow, timeout=60)
     assert [numbers(r) for r in batch] == [[0], [3], [4], [5]]
