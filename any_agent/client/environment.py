@@ -29,7 +29,7 @@ def require_some_url(url: str) -> None:
         os.environ["OPENAI_BASE_URL"] = f"{url}/{PLACEHOLDER_SESSION}/v1"
 
 
-_given = ""
+given_url = ""
 """The OPENAI_BASE_URL that :func:`require_service` has set."""
 
 
@@ -37,11 +37,11 @@ def require_service(url: str) -> None:
     """Set this process's OPENAI_BASE_URL and OPENAI_API_KEY to the service at ``url`` (without
     `/v1`) and a placeholder where neither is set: a client made without arguments would send an
     agent's prompts to OpenAI."""
-    global _given
+    global given_url
     require_some_key()
     current = os.environ.get("OPENAI_BASE_URL", "")
-    if os.environ["OPENAI_API_KEY"] == PLACEHOLDER_KEY and current in ("", _given):
-        os.environ["OPENAI_BASE_URL"] = _given = f"{url}/v1"
+    if os.environ["OPENAI_API_KEY"] == PLACEHOLDER_KEY and current in ("", given_url):
+        os.environ["OPENAI_BASE_URL"] = given_url = f"{url}/v1"
 
 
 def is_placeholder(url: str) -> bool:

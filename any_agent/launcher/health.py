@@ -119,8 +119,8 @@ def verdict(run: Mapping[str, Any], *, trains: bool = False) -> str:
 def _reward(run: Mapping[str, Any], steps: int) -> str:
     """Return the last step's reward beside that of all sessions since; "" before any."""
     step, since = run["step"] or {}, run["since_step"]
-    place = f"{step['step']}/{steps}" if step and steps else f"{step.get('step')}"
-    text = f"step {place} reward {step['reward']:.3f}" if step else ""
+    last = f"/{steps}" if steps else ""
+    text = f"step {step['step']}{last} reward {step['reward']:.3f}" if step else ""
     if since["sessions"]:
         return f"{text}, since then {describe_all(since)}" if step else describe_all(since)
     return text + all_before(step)

@@ -58,7 +58,7 @@ class Lab:
         return part
 
     def write(self, part: Component, source: str) -> None:
-        """What the part runs from its next start on.
+        """Set what the part runs from its next start on.
 
         Of another length than before: Python would take a source of the same second and length for
         the one that it has compiled.

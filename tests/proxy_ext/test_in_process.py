@@ -136,7 +136,7 @@ async def test_an_episode_blocks_until_an_agent_finalizes(start: Start) -> None:
 
 
 async def test_the_proposals_dictionary_of_an_episode(start: Start) -> None:
-    """Of each session of a group, by the code of the document."""
+    """The page's code makes one of each session of a group."""
     page = FROM_AREAL.read_text(encoding="utf-8")
     (code,) = re.findall(r"<!-- test: as-proposed -->\n```python\n(.*?)^```$", page, re.M | re.S)
     found: dict[str, Any] = {}

@@ -70,5 +70,5 @@ def _run(
 
 
 def _results(call: dict[str, Any]) -> list[str]:
-    """What tools gave to the model since the call before."""
+    """Return what tools gave to the model since the call before."""
     return [str(m["content"]) for m in call["message_delta"] if m["role"] == "tool"]

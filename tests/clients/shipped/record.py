@@ -1,4 +1,4 @@
-"""What the service recorded of an agent's session, and what its engine sampled."""
+"""Compare what the service recorded of an agent's session with what its engine sampled."""
 
 from __future__ import annotations
 

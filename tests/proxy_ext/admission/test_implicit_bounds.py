@@ -151,7 +151,7 @@ async def test_long_text_of_a_short_body_is_hashed_off_the_loop(
 async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    """As the agent asks: none of a run's sampling is forced on it."""
+    """Sampling is as the agent asks: none of a run's is forced on it."""
     proxy = await start(*settings(), training=False)
     answer, id = await says(proxy, ONE, temperature=0.5)
     assert (await says(proxy, [*ONE, answer, MORE]))[1] == id
