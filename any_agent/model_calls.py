@@ -262,6 +262,10 @@ class GenerationChunk:
     matched_stop: str | int | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """The likeliest ids of each token with their log-probabilities, best first, if requested."""
+    bound: list[bool] | None = None
+    """True for each token that the grammar decided in part: the tokens that it forbade there had
+    more than 1e-4 of the model's probability. None without a grammar, and where the engine does
+    not tell."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)
@@ -269,6 +273,8 @@ class GenerationChunk:
             raise ValueError("a chunk needs one logprob and one version per token")
         if self.top_logprobs is not None and len(self.top_logprobs) != n:
             raise ValueError("a chunk needs the likeliest tokens of all its tokens, or of none")
+        if self.bound is not None and len(self.bound) != n:
+            raise ValueError("a chunk says of all its tokens whether they are bound, or of none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,12 @@ def logprob_array(values: Any) -> LogprobArray:
     return np.asarray(values, dtype=np.float32)
 
 
+def runs_of(flags: Sequence[int]) -> list[list[int]]:
+    """Return the runs [start, end) of true flags, in order."""
+    edges = np.flatnonzero(np.diff(np.asarray(flags, np.bool_), prepend=False, append=False))
+    return [list(map(int, run)) for run in edges.reshape(-1, 2)]
+
+
 class Continuation(StrEnum):
     """The relation of an interaction's prompt to the interactions recorded before it."""
 
@@ -136,9 +142,19 @@ class Interaction:
 
     @property
     def trainable(self) -> bool:
-        """True if its tokens may enter the loss; otherwise ``untrainable_reason`` has the
-        reason."""
+        """True if its tokens may enter the loss, all but the bound ones; otherwise
+        ``untrainable_reason`` has the reason."""
         return self.untrainable_reason is None
+
+    def loss_mask(self) -> npt.NDArray[np.int32]:
+        """Return 1 for each output token that may enter the loss, [output length].
+
+        A token that a grammar decided may not.
+        """
+        mask = np.full(len(self.output_ids), self.trainable, np.int32)
+        for start, end in self.request.get("bound", ()):
+            mask[start:end] = 0
+        return mask
 
 
 class SessionMode(StrEnum):

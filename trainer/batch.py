@@ -30,7 +30,7 @@ from any_agent.record import (
 )
 from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
-from any_agent.types import SampledSession, Trajectory
+from any_agent.types import SampledSession, Trajectory, runs_of
 from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
 from trainer.kl_reward import (
     Divergences,
@@ -93,7 +93,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
     if isinstance(session, SampledSession):
         return SessionRewards(
             rewards=[
-                float(row["rewards"]) - overlong_penalty(_longest_run(row["loss_mask"]), config)
+                float(row["rewards"]) - overlong_penalty(_longest_output(row), config)
                 for row in session.rows
             ],
             counted=[bool(row["loss_mask"].any()) for row in session.rows],
@@ -110,10 +110,11 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
     )
 
 
-def _longest_run(mask: npt.NDArray[np.int32]) -> int:
-    """Return the number of trained tokens in the longest unbroken run of a row."""
-    edges = np.flatnonzero(np.diff(mask.astype(bool), prepend=False, append=False))
-    return int((edges[1::2] - edges[::2]).max(initial=0))
+def _longest_output(row: PlainRow) -> int:
+    """Return the tokens of a row's longest output that has trained ones, grammars' among them."""
+    trained = row["loss_mask"] == 1
+    runs = runs_of(trained | (row["versions"] >= 0))
+    return max((end - start for start, end in runs if trained[start:end].any()), default=0)
 
 
 def training_batch(

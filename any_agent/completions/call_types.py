@@ -119,6 +119,9 @@ class RequestRecord(TypedDict, total=False):
     are no output ids."""
     top_logprobs: dict[str, str]
     """The likeliest tokens at each position, if requested: see ``PackedTopLogprobs``."""
+    bound: list[list[int]]
+    """The runs [start, end) of output tokens that a grammar decided, which are not trained on; the
+    others were drawn as if there were none."""
     order: list[list[Any]]
     """The order of the answer's parts, unless it is reasoning, content, calls: see
     ``any_agent.completions.encoders.output_order``."""

@@ -47,6 +47,7 @@ from any_agent.types import (
     ModelRequest,
     id_array,
     logprob_array,
+    runs_of,
 )
 
 VERSION_GONE = "version_gone"
@@ -231,6 +232,8 @@ class Completer:
                 sampled.versions.extend(chunk.versions)
                 if top is not None:
                     sampled.top.extend(top)
+                if chunk.bound is not None:
+                    sampled.bound.extend(chunk.bound)
                 deltas = parser.feed(ids)
                 if pinned is not None and any(v != pinned for v in chunk.versions):
                     if sampled.versions[0] != pinned:
@@ -303,6 +306,9 @@ class Completer:
             request["matched_stop"] = choice.gconfig.stop.index(matched_stop)
         if sampled.top:
             request["top_logprobs"] = sampled.top.to_json()
+        reason = untrainable or untrainable_reason(choice.gconfig, output_ids, sampled.bound)
+        if reason is None and any(sampled.bound):
+            request["bound"] = runs_of(sampled.bound)
         if call.prompts:
             kept = self._digests(prepared, choice, output_ids, parsed)
             request["text"] = kept
@@ -326,7 +332,7 @@ class Completer:
             tools=None if prompt.parent_id else call.tools,
             continuation=prompt.continuation,
             branch_reason=prompt.branch_reason,
-            untrainable_reason=untrainable or untrainable_reason(choice.gconfig, output_ids),
+            untrainable_reason=reason,
             request=request,
             created_at=prepared.created_at,
         )
@@ -349,13 +355,14 @@ class Completer:
 class _Sampled:
     """The output of a choice so far, packed: many and long choices are sampled at once."""
 
-    __slots__ = ("ids", "logprobs", "top", "versions")
+    __slots__ = ("bound", "ids", "logprobs", "top", "versions")
 
     def __init__(self) -> None:
         self.ids = array("i")
         self.logprobs = array("d")
         self.versions = array("i")
         self.top = PackedTopLogprobs()
+        self.bound = array("b")
 
 
 def _parser(

@@ -44,7 +44,8 @@ async def check_request(
         # Only such a call depends on the engine, which is asked then.
         can = await completer.engine.capabilities()
         require_supported(call, can, vocab_size=vocabulary)
-        return replace(request, call=replace(call, structural_tag=can.structural_tag))
+        tag, bound = can.structural_tag, can.bound_tokens
+        return replace(request, call=replace(call, structural_tag=tag, bound_tokens=bound))
     return request
 
 

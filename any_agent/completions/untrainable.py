@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Final, Literal, TypeAlias, get_args
 
 from any_agent.types import GenerationHyperparameters
@@ -21,7 +21,8 @@ UntrainableReason: TypeAlias = Literal[
     "guardrail_veto",
 ]
 """grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were drawn from another
-distribution than that of their log-probabilities. no_tokens: nothing was sampled. version_gone: a
+distribution than the model's; under a grammar, every one of them was, or the engine does not tell
+which. no_tokens: nothing was sampled. version_gone: a
 weight update cut off a call of a session that is pinned to one version. undelivered: the answer
 reached no client. frozen_model: another model than the policy answered. guardrail: one that
 `litellm.policy_guardrails` names refused the answer. guardrail_veto: one that
@@ -34,8 +35,6 @@ OTHER = "other"  # the label of any other reason, such as the sentences of older
 
 def has_modified_distribution(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
     """Return why tokens are not drawn from the plain, temperature-scaled distribution, if so."""
-    if gconfig.grammar is not None:
-        return "grammar"
     if gconfig.logit_bias:
         return "logit_bias"
     penalties = (gconfig.frequency_penalty, gconfig.presence_penalty)
@@ -45,17 +44,24 @@ def has_modified_distribution(gconfig: GenerationHyperparameters) -> Untrainable
         return "min_p"
     if gconfig.temperature == 0 or gconfig.top_p != 1 or gconfig.top_k > 0:
         return "truncated_sampling"
-    return None
+    return "grammar" if gconfig.grammar is not None else None
 
 
 def untrainable_reason(
-    gconfig: GenerationHyperparameters, output_ids: Sized
+    gconfig: GenerationHyperparameters, output_ids: Sized, bound: Sequence[int] = ()
 ) -> UntrainableReason | None:
     """Return a sampled completion's reason, if it has one.
 
-    A forced call has none: its opening is prompt, and the rest is sampled given that.
+    ``bound`` says of each token whether a grammar decided it, as far as the engine tells; the
+    others are the model's own. A forced call has no reason: its opening is prompt, and the rest is
+    sampled given that.
     """
-    return has_modified_distribution(gconfig) if len(output_ids) else "no_tokens"
+    if not len(output_ids):
+        return "no_tokens"
+    reason = has_modified_distribution(gconfig)
+    if reason == "grammar" and len(bound) == len(output_ids) and not all(bound):
+        return None
+    return reason
 
 
 def code_of(reason: str) -> str:

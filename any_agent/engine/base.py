@@ -31,6 +31,9 @@ class Capabilities:
     """Grammars by which an answer has a given form or calls tools."""
     seed: bool = True
     """A seed decides the draws; an engine that cannot do this ignores the seed."""
+    bound_tokens: bool = False
+    """Each token under a grammar comes with whether the grammar decided it
+    (:attr:`~any_agent.types.GenerationChunk.bound`)."""
 
     @classmethod
     def names(cls) -> list[str]:

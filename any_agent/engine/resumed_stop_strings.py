@@ -53,6 +53,7 @@ class ResumedStopMatcher:
                     logprobs=chunk.logprobs[: k + 1],
                     versions=chunk.versions[: k + 1],
                     top_logprobs=chunk.top_logprobs and chunk.top_logprobs[: k + 1],
+                    bound=chunk.bound and chunk.bound[: k + 1],
                     stop_reason="stop",
                     matched_stop=stop,
                 )

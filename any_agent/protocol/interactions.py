@@ -93,7 +93,9 @@ class InteractionTokens(BaseModel):
     prompt: int
     """The number of prompt tokens among all of them; output begins there."""
     trained: bool
-    """True if its output tokens may enter the loss."""
+    """True if its output tokens may enter the loss, or some of them."""
+    loss_mask: list[int]
+    """1 for each token that may: not for the prompt's, nor for those that a grammar decided."""
     ids: list[int]
     texts: list[str] | None
     """The text that each token completes; null where the run stores no texts."""

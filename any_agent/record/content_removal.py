@@ -12,7 +12,11 @@ from dataclasses import replace
 from any_agent.types import Interaction, Message
 
 REASONING_DIGEST = "reasoning_digest"
-_WORDLESS = {"mixed_cache", "text", "top_logprobs", "forced", "matched_stop", "order", "vetoed"}
+# fmt: off
+_WORDLESS = {
+    "bound", "forced", "matched_stop", "mixed_cache", "order", "text", "top_logprobs", "vetoed",
+}
+# fmt: on
 """The fields that a request's record keeps: numbers and digests."""
 
 

@@ -110,7 +110,7 @@ def _row(
         if n.id in shown:
             logprobs[at:end] = n.output_logprobs
             versions[at:end] = n.output_versions
-            loss_mask[at:end] = n.id in trained
+            loss_mask[at:end] = n.loss_mask() if n.id in trained else 0
         at = end
     return {
         "input_ids": input_ids,

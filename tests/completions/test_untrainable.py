@@ -42,6 +42,16 @@ def test_a_plain_sample_is_trained_on_unless_it_is_empty() -> None:
     assert untrainable_reason(PLAIN, []) == "no_tokens"
 
 
+def test_under_a_grammar_the_tokens_that_it_left_free_are_trained_on() -> None:
+    bound = PLAIN.new(grammar="{}")
+    assert untrainable_reason(bound, [1, 2], [True, False]) is None
+    assert untrainable_reason(bound, [1, 2], [False, False]) is None
+    assert untrainable_reason(bound, [1, 2], [True, True]) == "grammar"
+    assert untrainable_reason(bound, [1, 2], [False]) == "grammar", "not told of every token"
+    assert untrainable_reason(bound.new(top_p=0.5), [1], [False]) == "truncated_sampling"
+    assert untrainable_reason(bound, [], []) == "no_tokens"
+
+
 def test_codes_are_few() -> None:
     assert [code_of(reason) for reason in REASONS] == list(REASONS)
     # Older journals have sentences.

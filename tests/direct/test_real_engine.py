@@ -19,7 +19,7 @@ from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model_loader import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
-from any_agent.types import Continuation, Trajectory
+from any_agent.types import Continuation, GenerationHyperparameters, Trajectory
 from any_agent.workflow import Episode
 from tests.support.direct import HELLO, MODEL, MORE, until
 from tests.support.other_weights import publish_other
@@ -73,6 +73,47 @@ def fresh_logprobs(model: Any, ids: list[int], start: int) -> torch.Tensor:
         logits = model(torch.tensor([ids])).logits[0]
     logprobs = torch.log_softmax(logits.float(), -1)[start - 1 : -1]
     return logprobs.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_an_answer_under_a_grammar_the_free_tokens_are_trained_on(
+    remote: SGLangEngine, embedded: EmbeddedEngine, chat: ChatFormat, stream: bool
+) -> None:
+    """Over HTTP; the trained tokens' log-probabilities are a fresh pass's, without a grammar."""
+    trained = untrained = 0
+    for seed in range(4):
+        # A random model that is cold has tokens that leave next to nothing to what is forbidden.
+        sampling = GenerationHyperparameters(max_new_tokens=16, temperature=0.05, seed=seed)
+        client = EngineOpenAI(remote, chat, mode="train", sampling=sampling)
+        calls = client.chat.completions.with_raw_response
+        raw = await calls.create(
+            model=MODEL,
+            messages=[*HELLO, {"role": "user", "content": str(seed)}],
+            extra_body={"guided_regex": "[^a]{60}"},
+            stream=stream,
+        )
+        if stream:
+            async for _ in raw.parse():
+                pass
+        (recorded,) = client.interactions
+        assert recorded.untrainable_reason is None
+        assert "x-any-agent-untrainable" not in raw.headers
+        client.set_reward(recorded.id, 1.0)
+        row = client.export_interactions()[recorded.id].rewarded_row()
+        ids, mask = row["input_ids"].tolist(), row["loss_mask"]
+        start = len(ids) - len(recorded.output_ids)
+        fresh = torch.log_softmax(
+            embedded.loaded.model(torch.tensor([ids])).logits[0].float() / 0.05, -1
+        )[start - 1 : -1]
+        fresh = fresh.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0].detach()
+        off = (torch.from_numpy(row["logprobs"][start:]) - fresh).abs()
+        free = torch.from_numpy(mask[start:]) == 1
+        assert not mask[:start].any()
+        assert off[free].max() < 1e-3
+        trained += int(free.sum())
+        untrained += int((~free).sum())
+        await client.close()
+    assert trained and untrained, "all alike: the test shows nothing"
 
 
 def worst_and_exact(models: Sequence[Any], client: EngineOpenAI) -> tuple[float, int]:

@@ -21,7 +21,7 @@ def test_nothing_that_was_said_is_left(make: Make) -> None:
         gconfig=GenerationHyperparameters(
             stop=(SECRET,), grammar=f'{{"regex":"{SECRET}"}}', temperature=0.5
         ),
-        request={"recorded": {"user": SECRET}, "overridden": {"x": SECRET}, "mixed_cache": True},
+        request={"recorded": {"user": SECRET}, "overridden": {"x": SECRET}, "bound": [[0, 1]]},
         untrainable_reason="grammar",
     )
     kept = strip_content(whole)
@@ -32,6 +32,6 @@ def test_nothing_that_was_said_is_left(make: Make) -> None:
     # What training needs is as it was.
     assert np.array_equal(kept.output_ids, whole.output_ids)
     assert (kept.untrainable_reason, kept.gconfig.temperature) == ("grammar", 0.5)
-    assert kept.request["mixed_cache"] is True
+    assert kept.request == {"bound": [[0, 1]]}, "what the loss leaves out"
     assert has_reasoning(kept.output_message, f" {SECRET}\n")
     assert not has_reasoning(kept.output_message, "something else")

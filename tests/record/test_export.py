@@ -56,6 +56,25 @@ def test_one_interaction(tree: InteractionTree) -> None:
     json.dumps(to_json(row))
 
 
+def test_tokens_that_a_grammar_decided_are_not_in_the_loss(make: Make) -> None:
+    bound = {"bound": [[0, 1], [2, 4]]}
+    tree = InteractionTree.from_interactions(
+        [
+            make("a", prompt=[1], output=[2, 3, 4, 5, 6], request=bound),
+            make("b", "a", prompt=[7], output=[8]),
+            make("c", "a", prompt=[7], output=[9], request=bound, untrainable_reason="grammar"),
+        ]
+    )
+    rewards = dict.fromkeys("abc", 1.0)
+    masks = {id: row["loss_mask"].tolist() for id, row in individual_rows(tree, rewards).items()}
+    assert masks["a"] == [0, 0, 1, 0, 0, 1]
+    assert masks["b"] == [0, 0, 0, 0, 0, 0, 0, 1]
+    assert not any(masks["c"])
+    whole = concat_rows(tree, rewards)["b"]
+    assert whole["loss_mask"].tolist() == [0, 0, 1, 0, 0, 1, 0, 1]
+    assert (whole["logprobs"] != 0).sum() == 6, "all are recorded"
+
+
 def test_tensors(tree: InteractionTree) -> None:
     import torch
 

@@ -240,10 +240,14 @@ def test_a_row_with_several_outputs_loses_by_its_longest() -> None:
     row = {
         "input_ids": np.arange(10, dtype=np.int32),
         "loss_mask": mask,
+        "versions": np.where(mask == 1, 0, -1).astype(np.int32),
         "rewards": np.asarray(1.0),
     }
     sampled = SampledSession(session_id="s", group_id="g", rows=[row], temperatures=[None])
     config = CONFIG.model_copy(update=OVERLONG)
+    assert session_rewards(sampled, config).rewards == [0.75]
+    # A token that a grammar decided is no end of an output.
+    row["loss_mask"] = mask * (np.arange(10) != 2)
     assert session_rewards(sampled, config).rewards == [0.75]
     row["loss_mask"] = np.zeros_like(mask)
     assert session_rewards(sampled, config).rewards == [1.0]

@@ -35,7 +35,8 @@ keeps the requested ones. Eval sessions, and calls without a session, are sample
 run's `sampling.max_new_tokens` limits them, too.
 
 A parameter by which tokens are not drawn from the plain distribution makes an interaction
-untrainable, with the reason in the last column, unless the run replaces the parameter. The other
+untrainable, with the reason in the last column, unless the run replaces the parameter; a `grammar`
+does so with [the tokens that it decides](calls.md#answers-under-a-grammar). The other
 interactions of the session are trained on. The answer's header `x-any-agent-untrainable` has the
 reason, and `any_agent_untrainable_interactions_total` counts untrainable interactions by reason.
 

@@ -70,6 +70,8 @@ class ChatCall:
     """The parameter that requested ``gconfig.grammar``."""
     structural_tag: bool = True
     """True if the engine takes a grammar as a part of a structural tag."""
+    bound_tokens: bool = False
+    """True if the engine tells which tokens a grammar decided."""
     prompts: tuple[TextInput, ...] = ()
     """The prompts of a legacy completion."""
     id_prefix: str = "chatcmpl-"
@@ -92,5 +94,6 @@ class ChatCall:
 
     @property
     def untrainable(self) -> UntrainableReason | None:
-        """Return the reason why no answer can be trained on, if there is one."""
-        return has_modified_distribution(self.gconfig)
+        """Return the reason why no answer can be trained on, if it is known before any."""
+        reason = has_modified_distribution(self.gconfig)
+        return None if reason == "grammar" and self.bound_tokens else reason

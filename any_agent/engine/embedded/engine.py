@@ -203,7 +203,7 @@ class EmbeddedEngine:
     async def capabilities(self) -> Capabilities:
         """Return the features that requests may use."""
         available = self._grammars.available
-        return Capabilities(grammar=available, structural_tag=available)
+        return Capabilities(grammar=available, structural_tag=available, bound_tokens=available)
 
     async def generate(
         self, request: ModelRequest, *, stream: bool = True
@@ -229,6 +229,7 @@ class EmbeddedEngine:
                     stop_reason=finish.type if finish else None,
                     matched_stop=finish.matched if finish else None,
                     top_logprobs=inner.likeliest(sent, count) if inner.top else None,
+                    bound=inner.bound[sent:count] if inner.has_grammar else None,
                 )
                 sent = count
         finally:

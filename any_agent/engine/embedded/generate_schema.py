@@ -281,6 +281,9 @@ class AnswerWriter:
                 # An impossible token has null as its logprob, as in SGLang: JSON has no infinity.
                 tops = request.tops[start:count]
                 meta["output_top_logprobs"] = [[[p, i, None] for i, p in top] for top in tops]
+            if request.has_grammar:
+                # No field of SGLang's.
+                meta["output_token_bound"] = request.bound[start:count]
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
 

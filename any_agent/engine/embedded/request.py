@@ -47,11 +47,17 @@ class EngineRequest:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    bound: list[bool] = field(default_factory=list)
+    """True for each token that the grammar decided; empty without a grammar."""
     changes: list[tuple[int, str]] = field(default_factory=list)
     """The output positions from which on another weight version sampled."""
     finish: FinishReason | None = None
     cached_tokens: int = 0
     """The number of prompt tokens whose states were copied, not computed."""
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.processor is not None and self.processor.grammar is not None
 
     @property
     def position(self) -> int:
@@ -95,12 +101,15 @@ class EngineRequest:
                 EngineUnavailable("the model's logits are not finite: check its weights")
             )
             return
-        grammar = self.processor.grammar if self.processor is not None else None
+        grammar = None
         if self.processor is not None:
+            grammar = self.processor.grammar
             self.processor.push(token)
-        if grammar is not None and (error := grammar.error) is not None:
-            self.finish = FinishReason.failure(error)
-            return
+        if self.processor is not None and grammar is not None:
+            if (error := grammar.error) is not None:
+                self.finish = FinishReason.failure(error)
+                return
+            self.bound.append(self.processor.bound)
         self.logprobs.append(logprob)
         if self.top:
             self.tops.append(top)

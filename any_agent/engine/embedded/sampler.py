@@ -17,6 +17,10 @@ from torch import Tensor
 from any_agent.engine.embedded.grammar import GrammarState
 from any_agent.types import GenerationHyperparameters
 
+BOUND_ABOVE = 1e-4
+"""A token counts as decided by its grammar where what the grammar forbade has more of the
+probability. Below it, masked and plain log-probabilities differ by 1e-4 nats at most, which is
+the most by which an engine and a trainer may differ in float32."""
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, and its logprobs are at temperature 1, as in SGLang."""
 
@@ -32,6 +36,9 @@ class LogitsProcessor:
         penalties = c.frequency_penalty, c.presence_penalty, c.repetition_penalty
         self._penalised = penalties != (0, 0, 1)
         self._counts: dict[int, int] = {}
+        self._scale = 1.0 if c.temperature < GREEDY_BELOW else c.temperature
+        self.bound = False
+        """True if the grammar decides the next token, in part at least."""
 
     @property
     def changes_logits(self) -> bool:
@@ -51,7 +58,11 @@ class LogitsProcessor:
             self._penalise(logits)
         if self.grammar is not None:
             forbidden = torch.from_numpy(self.grammar.forbidden()[: len(logits)])
-            logits.masked_fill_(forbidden.to(logits.device), float("-inf"))
+            forbidden = forbidden.to(logits.device)
+            lost = torch.softmax(logits / self._scale, dim=-1)[forbidden].sum()
+            # `not`, because a comparison with NaN is false.
+            self.bound = not bool(lost <= BOUND_ABOVE)
+            logits.masked_fill_(forbidden, float("-inf"))
         if self._config.logit_bias:
             tokens, biases = zip(*self._config.logit_bias, strict=True)
             logits[list(tokens)] += torch.tensor(biases, device=logits.device)

@@ -90,9 +90,12 @@ class ChunkReader:
             if not -math.inf < logprob <= _ROUNDING:
                 raise EngineMismatch(f"the engine answered {logprob} as a log-probability")
         top = _top(meta["output_top_logprobs"][-fresh:], fresh) if self._top else None
+        # The embedded engine alone has it.
+        told = "output_token_bound" in meta
+        bound = _bound(meta["output_token_bound"][-fresh:]) if told else None
         versions = self._versions(meta, total)
         self._seen = total
-        return GenerationChunk(ids, logprobs, versions, reason, _matched(finish), top)
+        return GenerationChunk(ids, logprobs, versions, reason, _matched(finish), top, bound)
 
     def _versions(self, meta: dict[str, Any], end: int) -> list[int]:
         """Return the version of each new token: from the spans, else the answer's one version."""
@@ -151,6 +154,13 @@ def _top(positions: list[Any], fresh: int) -> list[list[tuple[int, float]]]:
     if len(top) != fresh:
         raise EngineMismatch("the engine's likeliest tokens do not cover its tokens")
     return top
+
+
+def _bound(values: list[Any]) -> list[bool]:
+    """Return whether the grammar decided each token; TypeError for what says neither."""
+    if not all(type(value) is bool for value in values):
+        raise TypeError("neither true nor false")
+    return values
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:

@@ -176,6 +176,7 @@ def _tokens(
     start, end = part.start, part.start + part.limit
     at, to = max(0, start - n), max(0, end - n)  # the part of the output
     before = [None] * len(prompt[start:end])
+    mask = i.loss_mask()[at:to].tolist() if trained else [0] * len(i.output_ids[at:to])
     texts = None
     if new_detokenizer is not None:
         # Decoded from the beginning: a character may begin in an earlier part.
@@ -187,6 +188,7 @@ def _tokens(
         "total": n + len(i.output_ids),
         "prompt": n,
         "trained": trained,
+        "loss_mask": [*(0 for _ in before), *mask],
         "ids": [*prompt[start:end], *i.output_ids[at:to].tolist()],
         "texts": texts,
         "logprobs": [*before, *i.output_logprobs[at:to].tolist()],

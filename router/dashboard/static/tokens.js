@@ -37,7 +37,7 @@ function spans(data) {
     const text = data.texts === null ? `${id} ` : data.texts[k];
     const span = document.createElement("span");
     span.token = {
-      id, output, place: (output ? place - data.prompt : place) + 1, trained: data.trained,
+      id, output, place: (output ? place - data.prompt : place) + 1, trained: data.loss_mask[k] === 1,
       logprob: data.logprobs[k], version: data.versions[k], blank: text === "",
     };
     // A token may be a part of a character, which the last one of them shows.

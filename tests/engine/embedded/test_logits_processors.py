@@ -132,6 +132,38 @@ async def test_the_end_ends_also_if_ends_of_text_are_ignored(engine: EmbeddedEng
     assert (await agenerate(engine, asked)).stop_reason == "stop"
 
 
+async def test_it_tells_which_tokens_a_grammar_decided(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
+    """Judged by a fresh pass over the whole context, of the model without any grammar."""
+    text = json.dumps({"regex": "[^a]{40}"})
+    told: list[bool] = []
+    for seed in range(4):
+        # The colder, the less of the probability is what the grammar forbids.
+        ids, temperature = prompt(5 + seed), 0.05
+        config = {"temperature": temperature, "max_new_tokens": 12, "seed": seed}
+        response = [
+            chunk async for chunk in engine.generate(request("r", ids, grammar=text, **config))
+        ]
+        bound = [b for chunk in response for b in chunk.bound or ()]
+        output = [i for chunk in response for i in chunk.output_ids]
+        logprobs = [p for chunk in response for p in chunk.logprobs]
+        assert len(bound) == len(output) > 0
+        state = GrammarCompiler(loaded).compile(text)
+        for k, token in enumerate(output):
+            plain = torch.softmax(logits_after(loaded.model, ids + output[:k]) / temperature, -1)
+            forbidden = torch.from_numpy(state.forbidden()[: len(plain)])
+            lost = plain[forbidden].sum().item()
+            assert bound[k] == (lost > 1e-4) or lost == pytest.approx(1e-4, rel=0.05)
+            if not bound[k]:
+                assert logprobs[k] == pytest.approx(plain[token].log().item(), abs=3e-4)
+            state.push(token)
+        told += bound
+    assert 0 < sum(told) < len(told), "all alike: the test shows nothing"
+    plain_row = [chunk async for chunk in engine.generate(request("p", prompt(5)))]
+    assert all(chunk.bound is None for chunk in plain_row)
+
+
 @pytest.mark.parametrize(
     "grammar",
     [

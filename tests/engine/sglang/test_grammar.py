@@ -176,7 +176,8 @@ async def test_capabilities_of_the_embedded_engine(tiny_model_dir: Any) -> None:
         runner, port = await listen(EngineServer(engine), "127.0.0.1", 0)
         client = SGLangEngine(f"http://127.0.0.1:{port}", decode=lambda _: "")
         try:
-            assert await client.capabilities() == await engine.capabilities() == Capabilities()
+            everything = Capabilities(bound_tokens=True)
+            assert await client.capabilities() == await engine.capabilities() == everything
         finally:
             await client.close()
             await runner.cleanup()

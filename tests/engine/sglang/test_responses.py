@@ -99,6 +99,22 @@ def test_likeliest_tokens_without_those_that_cannot_come() -> None:
     assert ChunkReader(request()).read(meta(2, 2)).top_logprobs is None
 
 
+def test_an_engine_may_say_which_tokens_its_grammar_decided() -> None:
+    for cumulative in (True, False):
+        reader = ChunkReader(request())
+        reader.read(meta(1, 1, output_token_bound=[True]))
+        seen = [True] if cumulative else []
+        told = meta(3, 3 if cumulative else 2, output_token_bound=[*seen, False, True])
+        assert reader.read(told).bound == [False, True]
+    assert ChunkReader(request()).read(meta(1, 1)).bound is None, "SGLang does not tell"
+
+
+@pytest.mark.parametrize("bound", [[True], [True, 1], [True, None], None, "ab"], ids=str)
+def test_what_says_neither_of_a_token_is_refused(bound: Any) -> None:
+    with pytest.raises((EngineUnavailable, ValueError)):
+        ChunkReader(request()).read(meta(2, 2, output_token_bound=bound))
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [
