@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from types import TracebackType
@@ -51,11 +52,41 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     """
     arguments, rest = parser.parse_known_args(argv)
     name = next((name for name in _LISTS if hasattr(arguments, name)), None)
-    if rest and (name is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = [text for text in rest if text.startswith("-")]
+    if options or (rest and name is None):
+        chosen = _chosen(parser, arguments)
+        said = _about_option(chosen, options[0]) if options else f"unexpected argument {rest[0]!r}"
+        parser.exit(2, f"{chosen.prog}: {said} ({chosen.prog} --help)\n")
     if name is not None:
         setattr(arguments, name, [*getattr(arguments, name), *rest])
     return arguments
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> argparse.ArgumentParser:
+    """Return the parser of the command that the arguments name."""
+    for below in _commands_of(parser):
+        if (name := getattr(arguments, below.dest, None)) is not None:
+            return _chosen(below.choices[name], arguments)
+    return parser
+
+
+def _commands_of(
+    parser: argparse.ArgumentParser,
+) -> list[argparse._SubParsersAction[argparse.ArgumentParser]]:
+    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+
+
+def _about_option(parser: argparse.ArgumentParser, given: str) -> str:
+    """Say that a command has no such option, and which one was meant."""
+    option = given.partition("=")[0]
+    below = [one for found in _commands_of(parser) for one in found.choices.values()]
+    for one in (parser, *below):
+        if option in one._option_string_actions:
+            return f"{option} stands after the command, as in {one.prog} {option}"
+    known = get_close_matches(option, parser._option_string_actions, n=1)
+    return f"unknown option {option}" + (f"; did you mean {known[0]}?" if known else "")
 
 
 def guarded(run: Callable[[], int]) -> int:

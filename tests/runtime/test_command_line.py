@@ -85,6 +85,27 @@ def test_a_group_of_commands_alone_says_what_it_can_do(group: str, command: str)
     assert f"\n    {command} " in said and len(said.splitlines()) < 50
 
 
+@pytest.mark.parametrize(
+    ("line", "command", "meant"),
+    [
+        ("serve --modle x", "any-agent serve", "--model?"),
+        ("serve --modle=x train.lr=1", "any-agent serve", "--model?"),
+        ("keys list --experimnt x", "any-agent keys list", "--experiment?"),
+        ("keys --json", "any-agent keys", "any-agent keys create --json"),
+        ("--json keys list", "any-agent keys list", "any-agent keys list --json"),
+        ("status --nothing-like-it", "any-agent status", "--nothing-like-it"),
+        ("status twice", "any-agent status", "twice"),
+    ],
+)
+def test_what_a_command_does_not_know_is_one_line_about_that_command(
+    line: str, command: str, meant: str
+) -> None:
+    code, said = run(COMMANDS, *line.split())
+    assert code == 2 and len(said.splitlines()) == 1
+    assert said.startswith(f"{command}: ") and said.endswith(f"({command} --help)\n")
+    assert meant in said
+
+
 def test_other_errors_keep_their_trace() -> None:
     code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
     assert code == 1
