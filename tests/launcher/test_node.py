@@ -377,9 +377,17 @@ def test_models_that_cannot_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"set model\.path to a local folder or a hub name"):
         check_model("")
-    for path in (str(tmp_path), "./nothing", "../nothing", "nothing", "~/nothing", "a/b/c"):
-        with pytest.raises(ConfigError, match=r"is no model folder: it has no config\.json"):
-            check_model(path)
+    (tmp_path / "owner" / "empty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    path, hub = "nothing at this path", "no name on a hub"
+    for given, problem in (
+        *((each, "no config.json") for each in (str(tmp_path), "owner/empty", "~/owner")),
+        *((each, path) for each in ("./nothing", "../nothing", "/nothing/x", "~/nothing", "a/b/c")),
+        ("nothing", hub),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check_model(given)
+        assert given in refused.value.message and problem in refused.value.message
     check_model("Qwen/Qwen3-0.6B")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
