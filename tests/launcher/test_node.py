@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -190,6 +192,32 @@ def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
         kill_and_wait(node, "rank-0")
         assert node.check()
     assert f"trainer   done; checkpoints in {node.dir.checkpoints}" in lab.said
+    assert not [line for line in lab.said if line.startswith("serving ")]
+
+
+def test_a_service_that_stays_after_its_training_says_so_once(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Left(Exception):
+        """The person has read it, and some more looks have passed."""
+
+    with lab.node("server.ranks=1") as node:
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
+        os.kill(node.parts["trainer"].pid, signal.SIGUSR1)
+        later = 0
+
+        def sleep(seconds: float) -> None:
+            nonlocal later
+            later += any(line.startswith("trainer   done") for line in lab.said)
+            if later == 3:
+                raise Left
+            time.sleep(seconds)
+
+        monkeypatch.setattr(node_module, "time", SimpleNamespace(sleep=sleep))
+        with pytest.raises(Left):
+            node.watch()
+    (told,) = (line for line in lab.said if line.startswith("serving "))
+    assert f"{node.url}/v1" in told and "Ctrl-C" in told
 
 
 def test_a_run_that_is_trained_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
