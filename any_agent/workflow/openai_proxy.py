@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 import httpx
 
 from any_agent import stats_tracker
-from any_agent.client.environment import environment, require_some_key, require_some_url
+from any_agent.client.environment import environment, require_service
 from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
@@ -263,8 +263,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if "http_client" in self._takes:
             arguments["http_client"] = await workflow_context.get_httpx_client()
         wanted = {name: arguments[name] for name in self._takes}
-        require_some_key()
-        require_some_url(self.service.url)
+        require_service(self.service.url)
         run = asyncio.ensure_future(
             measure_steps(self.agent.run(data, **wanted), self._warn_of_blocking)
         )
