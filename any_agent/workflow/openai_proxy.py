@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
-import httpx
-
 from any_agent import stats_tracker
 from any_agent.client.environment import environment, require_service
 from any_agent.config import SECRET_VARIABLES
@@ -31,7 +29,7 @@ from any_agent.runtime.worker_pool import (
 from any_agent.workflow import context as workflow_context
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import own_copy
-from any_agent.workflow.proxy_client import OpenAIProxyClient
+from any_agent.workflow.proxy_client import OpenAIProxyClient, is_of_call
 
 if TYPE_CHECKING:
     import aiohttp
@@ -218,7 +216,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             code = error.code if isinstance(error, AnyAgentError) else None
             if rewarded and code == "no_reward":
                 raise no_reward(rewards, name) from None
-            told = code == "no_model_call" or not _of_a_call(error)
+            told = code == "no_model_call" or not is_of_call(error)
             if inline and client.called is False and not told:
                 error.add_note(no_call)
             raise
@@ -356,14 +354,6 @@ def _task_of(data: Mapping[str, Any] | None, task_id: int | str | None) -> int |
 
 def _key_in(session_url: str) -> str:
     return session_url.removesuffix("/v1").rpartition("/")[2]
-
-
-def _of_a_call(error: BaseException) -> bool:
-    """Return True if the error is that of a call: a connection's, or the answer of a server."""
-    # Errors of OpenAI's and Anthropic's SDKs, by name, so that they need no import.
-    names = {kind.__name__ for kind in type(error).__mro__}
-    known = ConnectionError | httpx.HTTPError
-    return isinstance(error, known) or not names.isdisjoint({"APIError", "ClientError"})
 
 
 def _needs_main_thread(error: BaseException) -> bool:
