@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,11 @@ _PURPOSES = {
 """The texts that derive the keys with these prefixes from a secret."""
 PLACEHOLDER_SESSION = f"{SESSION_KEY_PREFIX}placeholder"
 """A text in the place of a key, in the base URL of agents that must be given another one."""
+SESSION_KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
+"""Variables with the key that opens sessions, a tenant's; the first one that is set counts."""
+OPERATOR_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", *SESSION_KEYS)
+"""Variables with the key of commands that look at a service or change it: an operator's own, else
+that which opens sessions."""
 SESSION_ID_PREFIX = "ses-"
 _KEY = re.compile(r"sk-(?:v1|judge)\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
@@ -256,3 +262,16 @@ class SecretHash:
 def secret_hash(text: str) -> bytes:
     """Return a fast hash, which suits random secrets; passwords would need a slow one."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def operator_key(given: str | None) -> tuple[str | None, str]:
+    """Return the key of a command, ``given`` by ``--key`` or in the environment, and its source."""
+    if given:
+        return given, "--key"
+    for name in OPERATOR_KEYS:
+        key = os.environ.get(name)
+        # This variable may hold another provider's key, which the service must not see.
+        foreign = name == "OPENAI_API_KEY" and not (key or "").startswith(KEPT_PREFIXES)
+        if key and not foreign:
+            return key, name
+    return None, ""

@@ -144,7 +144,7 @@ def pytest_runtest_setup() -> None:
     """Take away what LiteLLM's import and a runner leave in this process."""
     os.environ.pop("LITELLM_MASTER_KEY", None)
     runner = sys.modules.get("any_agent.client.environment")
-    if runner is not None and os.environ.get("OPENAI_BASE_URL") == runner.given_url:
+    if runner is not None and runner.is_placeholder(os.environ.get("OPENAI_BASE_URL", "")):
         del os.environ["OPENAI_BASE_URL"]
 
 

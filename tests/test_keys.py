@@ -167,3 +167,18 @@ def test_a_key_ends_with_its_secret() -> None:
     assert signer.verify(key) == lane
     known[:] = [new]
     assert signer.verify(key) is None
+
+
+def test_every_command_finds_an_operators_key_before_that_of_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in keys.OPERATOR_KEYS:
+        monkeypatch.delenv(name, raising=False)
+    assert keys.operator_key(None) == (None, "")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-of-another-provider")
+    assert keys.operator_key(None) == (None, "")
+    monkeypatch.setenv("ANY_AGENT_API_KEY", "a tenant's")
+    assert keys.operator_key(None) == ("a tenant's", "ANY_AGENT_API_KEY")
+    monkeypatch.setenv("ANY_AGENT_KEY", "an operator's")
+    assert keys.operator_key(None) == ("an operator's", "ANY_AGENT_KEY")
+    assert keys.operator_key("given") == ("given", "--key")

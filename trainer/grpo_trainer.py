@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +20,7 @@ from any_agent.config import Config, import_plugins
 from any_agent.data import RowSource, as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.node import listening
-from any_agent.launcher.trial import require_no_epochs, require_same_trial
+from any_agent.launcher.trial import latest_weights, require_no_epochs, require_same_trial
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
@@ -153,6 +155,13 @@ class GRPOTrainer:
         finally:
             self._stack.close()
             self._signals.restore()
+        if isinstance(error, StopRequested):
+            self._say(self._how_to_go_on())
+
+    def _how_to_go_on(self) -> str:
+        saved = latest_weights(self.config)
+        kept = f"the checkpoint of step {saved.step} is {saved.path}" if saved else "no checkpoint"
+        return f"trainer   stopped; {kept}; to go on: {shlex.join(sys.orig_argv)}"
 
     def train(
         self,

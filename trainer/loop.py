@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
-_FIRST_ANNOUNCE = 10.0  # the same before the first step: who starts needs to know what is missing
+_FIRST_ANNOUNCE = 10.0  # the same before the first step: who starts needs to know what comes next
 
 
 class TrainingLoop:
@@ -303,7 +303,8 @@ class TrainingLoop:
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self.report.waiting(error, self._source.zero_variance)
+                early = patience < _ANNOUNCE_INTERVAL
+                self.report.waiting(error, self._source.zero_variance, early=early)
                 patience = _ANNOUNCE_INTERVAL
 
     # -- resume --------------------------------------------------------------------------------

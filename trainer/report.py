@@ -63,9 +63,14 @@ class RunReport:
         with suppress(OSError):
             write_atomic(self._dir.waiting, "\n".join(lines) + "\n")
 
-    def waiting(self, error: TimeoutError, zero_variance: ZeroVarianceGroups) -> None:
-        """Announce what the trainer waits for, and why it may be that long."""
-        lines = [f"waiting   for trajectories: {error}"]
+    def waiting(
+        self, error: TimeoutError, zero_variance: ZeroVarianceGroups, *, early: bool = False
+    ) -> None:
+        """Announce what the trainer waits for, and why it may be that long.
+
+        An ``early`` wait is usual, and no alarm: those begin with the word `waiting`.
+        """
+        lines = [f"{'trainer   waits' if early else 'waiting  '} for trajectories: {error}"]
         notices = (zero_variance.notice, *zero_variance.trainability.notices)
         lines += [f"waiting   {notice}" for notice in notices if notice is not None]
         self.announce(*lines)

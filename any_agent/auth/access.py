@@ -56,8 +56,9 @@ NOBODY = Caller(Scope.NONE, "nobody")  # A caller without a key
 _INVALID_KEY = "this key is not valid here"
 _INVALID_SESSION_KEY = "this session key is not valid here"
 _PLACEHOLDER = (
-    "this URL names no session: create the client with the base_url that run is called with, or "
-    "set rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL"
+    "this URL of OPENAI_BASE_URL names no session: create the client with the base_url that run is "
+    "called with, or set rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL; a "
+    "client of another provider needs that one's base_url"
 )
 
 CLIENT_HEADER = "X-Any-Agent-Client"

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from any_agent.cli.operator_client import KEY_HELP
 from any_agent.runtime.command_line import add_setting_arguments, option, require_installed
 
 _DESCRIPTION = """\
 Check the laws that exact training depends on, for a model and its chat template, for the engines
 that serve it, or for a running service, and report where they fail.
 """
-_EPILOG = """\
+_EPILOG = f"""\
 MODEL is a folder or a hub name. Without it, the model and the engines are those of the trial that
 --config, --experiment and --trial name. Each engine samples a few hundred tokens. On a service the
 checks open sessions of mode eval and abort them at the end: training never sees them.
 
-The key is an operator's or a tenant's. Give it with --key, or in the environment variable
-ANY_AGENT_KEY or ANY_AGENT_SERVER__ADMIN_KEY.
+The key is an operator's or a tenant's. {KEY_HELP}
 
 Exit codes: 0 no law is broken, 1 a law is broken, 2 wrong input.
 """

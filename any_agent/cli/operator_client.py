@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from any_agent.errors import Forbidden, Unauthenticated
+from any_agent.keys import OPERATOR_KEYS, SESSION_KEYS, operator_key
 from any_agent.runtime.command_line import option
 
 if TYPE_CHECKING:
@@ -19,10 +20,13 @@ _URL_FROM = "ANY_AGENT_URL"
 OPENAI_BASE_URL names, which may be another provider."""
 _PATIENCE = 2.0
 """Seconds of retries while the service does not answer."""
-_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 KEY_HELP = (
-    f"Give it with --key, or in the environment variable {_KEYS[0]}, {_KEYS[1]}, {_KEYS[2]} or "
-    f"{_KEYS[3]} (the last only if it holds a key of any-agent)."
+    f"Give it with --key, or in the environment variable {', '.join(OPERATOR_KEYS[:-1])} or "
+    f"{OPERATOR_KEYS[-1]} (the last only if it holds a key of any-agent)."
+)
+_REMEDY = (
+    f"give one with --key or in {OPERATOR_KEYS[0]} (an operator's: any-agent keys create --scope "
+    "admin)"
 )
 
 _REASONS = {
@@ -38,6 +42,7 @@ _REASONS = {
 
 def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
     """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
+    parser.set_defaults(tenants_key="tenant" in holder)
     option(parser, "--url URL", f"the service (default: {_URL_FROM}, else {_URL})")
     option(parser, "--key KEY", f"{holder} key; safer in the environment")
 
@@ -51,7 +56,7 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
 
     from any_agent.client.rl_client import RLClient
 
-    key, key_from = _key(arguments.key)
+    key, key_from = operator_key(arguments.key)
     arguments.url = _url(arguments.url)
 
     async def run() -> int:
@@ -62,7 +67,8 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
         return asyncio.run(run())
     except (Unauthenticated, Forbidden) as error:
         used = "no key was given" if key is None else f"the key came from {key_from}"
-        error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
+        also = f" or {SESSION_KEYS[0]} (a tenant's)" if arguments.tenants_key else ""
+        error.message += f" ({used}); {_REMEDY}{also}"
         raise
 
 
@@ -82,18 +88,3 @@ def _url(given: str | None) -> str:
 def reason_text(reason: str | None) -> str:
     """Return the reason for a session's state in words, "" without any."""
     return _REASONS.get(reason, reason) if reason else ""
-
-
-def _key(given: str | None) -> tuple[str | None, str]:
-    """Return the key and the name of its source."""
-    from any_agent.keys import KEPT_PREFIXES
-
-    if given:
-        return given, "--key"
-    for name in _KEYS:
-        key = os.environ.get(name)
-        # This variable may hold another provider's key, which the service must not see.
-        foreign = name == "OPENAI_API_KEY" and not (key or "").startswith(KEPT_PREFIXES)
-        if key and not foreign:
-            return key, name
-    return None, ""

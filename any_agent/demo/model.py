@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import guarded, require_installed
 
+_INTERVAL = 5.0  # seconds between two words on how far it is
 _MADE = "any_agent_demo_model.json"
 """The file of what a folder's model was made of: written last, so a model that has it is whole."""
 
@@ -57,17 +59,33 @@ def _make(args: argparse.Namespace) -> int:
     print(f"training a tiny model on {args.skill}: about {needs} of one core", flush=True)
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
-        make(args.out, args.seed)
+        make(args.out, args.seed, report=now_and_then())
     else:
         save_tiny_model(args.out, args.seed)
         if args.warmup_steps:
-            warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
+            steps, report = args.warmup_steps, now_and_then()
+            warm_up(args.out, steps=steps, seed=args.seed, report=report)
     made.write_text(json.dumps(asked), "utf-8")
     for file in args.out.iterdir():
         # safetensors makes files that only their owner may read.
         file.chmod(file.stat().st_mode | 0o444)
     print(f"made {args.out}")
     return 0
+
+
+def now_and_then(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
+    """Return a function that prints its first text, and then one every few seconds."""
+    began = clock()
+    told = began - _INTERVAL
+
+    def report(what: str) -> None:
+        nonlocal told
+        now = clock()
+        if now - told >= _INTERVAL:
+            told = now
+            print(f"{what}, after {now - began:.0f} s", flush=True)
+
+    return report
 
 
 if __name__ == "__main__":

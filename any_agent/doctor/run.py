@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import re
 import sys
 import time
@@ -26,12 +25,12 @@ from any_agent.doctor.startup_check import chat_laws, template_kwargs
 from any_agent.doctor.verdict import Verdict, as_json, as_text, broken
 from any_agent.engine.sglang.probe import probe_engine
 from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.keys import operator_key
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import SILENT_AFTER, Registry
 
 _SETTING = re.compile(r"-*[a-z_]+(\.[a-z_]+)*=")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY")
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         )
     if arguments.quick and not config.model.path:
         raise ConfigError("--quick checks a model's chat format: give the model's folder")
-    key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
+    key, _ = operator_key(arguments.key)
     # A run's key is for its own engines: another address may be anybody's.
     own = key_of_engines(config) if any(url in known for url in engines) else None
     keys = {url: own if url in known else config.engine.secret_key for url in engines}

@@ -92,8 +92,8 @@ def problem(name: str, error: Exception) -> str:
     """Return why a model cannot be downloaded, and what to do, without its address's secrets."""
     hub = _without_userinfo(constants.ENDPOINT)
     offline = (
-        f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and the hub {hub} %s: connect "
-        "this machine, set HF_ENDPOINT to a mirror, or set model.path to a local folder"
+        f"{name} is no folder here, not whole in the cache {constants.HF_HUB_CACHE}, and the hub "
+        f"{hub} %s: connect this machine, set HF_ENDPOINT to a mirror, or name a local folder"
     )
     match error:
         case GatedRepoError():

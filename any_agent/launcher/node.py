@@ -226,6 +226,12 @@ class Node:
                 if trained and not announced:
                     announced = True
                     self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
+                    if not until_trained:
+                        self.options.say(
+                            f"serving   the trained model goes on at {self.url}/v1: calls need no "
+                            "session now, only an admin's key where keys are required; Ctrl-C "
+                            "ends it"
+                        )
                 if trained and until_trained:
                     return
                 report.update(health.latest)

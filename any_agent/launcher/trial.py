@@ -178,12 +178,24 @@ def check_model(path: str, setting: str = "model.path") -> None:
             "no model is configured: set model.path to a local folder or a hub name, e.g. "
             "model.path=Qwen/Qwen3-0.6B"
         )
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         _require_whole_files(folder)
-    elif looks_local:
-        raise ConfigError(f"{setting}={path} is no model folder: it has no config.json")
+        return
+    is_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if folder.exists():
+        problem = "is no model folder: it has no config.json"
+    elif is_path:
+        problem = "is no model folder: there is nothing at this path"
+    elif "/" not in path:
+        problem = "is no model folder, and no name on a hub, which has an owner"
+    else:
+        return  # The hub knows whether it has this name.
+    raise ConfigError(
+        f"{setting}={path} {problem}. Name a folder with a config.json and weights, or a hub's "
+        "model as OWNER/NAME, like Qwen/Qwen3-0.6B; `python -m any_agent.demo.model "
+        "FOLDER` makes one"
+    )
 
 
 def _require_whole_files(folder: Path) -> None:

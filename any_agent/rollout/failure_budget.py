@@ -9,7 +9,7 @@ from typing import Final
 import httpx
 
 from any_agent.errors import AgentFailed, AnyAgentError, TrainingError
-from any_agent.runtime.logs import Redactor
+from any_agent.runtime.logs import Redactor, own_place
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class FailureBudget:
         return float(min(_MAX_DELAY, _MIN_DELAY * 2 ** (self._tries - 1)))
 
     def log(self, error: BaseException, name: str) -> None:
-        """Log a failure, with its trace if it is the first of its kind."""
+        """Log a failure: in a line that a console shows, and, if it is the first of its kind, with
+        its trace at the level `info`, which logs have."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         kind = (type(error).__name__, str(getattr(error, "code", "")), where)
@@ -81,12 +82,18 @@ class FailureBudget:
         self._logged.add(kind)
         # An AgentFailed describes the agent's fault in full; its trace is not the agent's.
         by_agent = isinstance(error, AgentFailed)
+        text = str(error) if by_agent else "".join(traceback.format_exception(error))
+        said, _, more = text.partition("\n") if by_agent else (format_error(error), "", text)
+        hints = getattr(error, "__notes__", ()) if by_agent else ()
+        place = f" ({found})" if (found := own_place(more)) else ""
         log.warning(
-            "%s failed and is left out; further failures like this one are only counted%s",
+            "%s failed and is left out; further failures like this one are only counted: %s%s",
             name,
-            f": {'; '.join((str(error), *getattr(error, '__notes__', ())))}" if by_agent else "",
-            exc_info=None if by_agent else error,
+            "; ".join((said, *hints)),
+            place,
         )
+        if more:
+            log.info("%s failed there:\n%s", name, Redactor().text(more))
 
 
 def format_error(error: BaseException) -> str:

@@ -9,14 +9,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
+from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.runtime.disk_space import is_disk_full
 from any_agent.runtime.file_owner import no_access
+from any_agent.runtime.logs import own_place
 
 _SERVING = (
     *("httptools", "jinja2", "litellm", "llguidance", "msgpack", "numpy", "openai", "orjson"),
@@ -51,11 +54,41 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     """
     arguments, rest = parser.parse_known_args(argv)
     name = next((name for name in _LISTS if hasattr(arguments, name)), None)
-    if rest and (name is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = [text for text in rest if text.startswith("-")]
+    if options or (rest and name is None):
+        chosen = _chosen(parser, arguments)
+        said = _about_option(chosen, options[0]) if options else f"unexpected argument {rest[0]!r}"
+        parser.exit(2, f"{chosen.prog}: {said} ({chosen.prog} --help)\n")
     if name is not None:
         setattr(arguments, name, [*getattr(arguments, name), *rest])
     return arguments
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> argparse.ArgumentParser:
+    """Return the parser of the command that the arguments name."""
+    for below in _commands_of(parser):
+        if (name := getattr(arguments, below.dest, None)) is not None:
+            return _chosen(below.choices[name], arguments)
+    return parser
+
+
+def _commands_of(
+    parser: argparse.ArgumentParser,
+) -> list[argparse._SubParsersAction[argparse.ArgumentParser]]:
+    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+
+
+def _about_option(parser: argparse.ArgumentParser, given: str) -> str:
+    """Say that a command has no such option, and which one was meant."""
+    option = given.partition("=")[0]
+    below = [one for found in _commands_of(parser) for one in found.choices.values()]
+    for one in (parser, *below):
+        if option in one._option_string_actions:
+            return f"{option} stands after the command, as in {one.prog} {option}"
+    known = get_close_matches(option, parser._option_string_actions, n=1)
+    return f"unknown option {option}" + (f"; did you mean {known[0]}?" if known else "")
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -128,34 +161,53 @@ def told_if_slow(tell: Callable[[str], None], line: str) -> Iterator[None]:
         timer.cancel()
 
 
-def one_line_errors(*, debug: bool = False) -> None:
+def one_line_errors(*, debug: bool = False, place: bool = False) -> None:
     """Print an uncaught AnyAgentError of this script as commands do: one line and its exit code.
 
     So is the lack of a module that the light install leaves out. The exit code is the error's own:
     2 for settings, 1 for failures. All other errors keep their traceback; with ``debug``
-    (`log_level=debug`) an AnyAgentError keeps it, too. Nothing changes in an interactive
+    (`log_level=debug`) an AnyAgentError keeps it, too. With ``place`` a second line has the place
+    in the script, as calls of the SDK stand in many. Nothing changes in an interactive
     interpreter, or where another hook is installed (a notebook's, a debugger's).
     """
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    if debug and sys.excepthook is _print_one_line:
+    if debug and sys.excepthook in (_print_one_line, _print_with_place):
         sys.excepthook = sys.__excepthook__
     elif not debug and sys.excepthook is sys.__excepthook__ and not interactive:
-        sys.excepthook = _print_one_line
+        sys.excepthook = _print_with_place if place else _print_one_line
 
 
 def _print_one_line(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+    *,
+    place: bool = False,
 ) -> None:
-    said = _left_out(error) if isinstance(error, ModuleNotFoundError) else error
+    said = _left_out(error) if isinstance(error, ModuleNotFoundError) else _alone(error)
     if not isinstance(said, AnyAgentError):
         sys.__excepthook__(kind, error, trace)
         return
+    code = _print_error(said)
+    if place and (where := own_place("".join(format_exception(said)))):
+        print(f"  at {where}", file=sys.stderr)
     # The only way to set an exit code from here; the interpreter ends as usual.
-    raise SystemExit(_print_error(said)) from None
+    raise SystemExit(code) from None
+
+
+_print_with_place = partial(_print_one_line, place=True)
+
+
+def _alone(error: BaseException) -> BaseException:
+    """Return the first error of a group, as a TaskGroup raises, that has only errors of ours."""
+    while isinstance(error, BaseExceptionGroup) and error.split(AnyAgentError)[1] is None:
+        error = error.exceptions[0]
+    return error
 
 
 def _print_error(error: AnyAgentError) -> int:
-    print(f"error: {error.message}", file=sys.stderr)
+    said = "; ".join((error.message, *getattr(error, "__notes__", ())))
+    print(f"error: {said}", file=sys.stderr)
     return int(getattr(error, "exit_code", 1))
 
 

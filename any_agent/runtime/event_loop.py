@@ -97,10 +97,9 @@ class LoopThread:
 
 async def cancel_and_wait(run: asyncio.Future[Any], name: str) -> None:
     """Cancel a run of the agent ``name`` and wait 5 s for its end; leave it alone after that."""
-    if run.done():
-        return
-    run.cancel()
-    await asyncio.wait([run], timeout=_CANCEL_TIMEOUT)
+    if not run.done():
+        run.cancel()
+        await asyncio.wait([run], timeout=_CANCEL_TIMEOUT)
     if run.done():
         # Retrieve the exception so that asyncio does not log it.
         _ = run.cancelled() or run.exception()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -36,6 +37,19 @@ _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
     "litellm_redacted",
 }
 """Attributes of every record; all others are a call's ``extra``."""
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_LIBRARIES = ("<", f"{Path(__file__).resolve().parents[1]}/", f"{Path(os.__file__).parent}/")
+"""How the names of files begin that are not the user's own code; nor is what is installed."""
+
+
+def own_place(trace: str) -> str:
+    """Return the last line of a formatted trace that is in the user's own code, "" without any."""
+    frames = [
+        found
+        for found in _FRAME.findall(trace)
+        if not found[0].startswith(_LIBRARIES) and "-packages/" not in found[0]
+    ]
+    return "{}:{} in {}".format(*frames[-1]) if frames else ""
 
 
 class Redactor:

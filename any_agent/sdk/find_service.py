@@ -19,7 +19,7 @@ from any_agent.client.environment import PLACEHOLDER_KEY, is_placeholder
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import UrlFile, checked_url, names_file, url_file
 from any_agent.errors import ConfigError
-from any_agent.keys import LANE_KEY_PREFIXES
+from any_agent.keys import LANE_KEY_PREFIXES, SESSION_KEYS
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0  # seconds for a reply, on top of those that a request asks to wait
@@ -28,7 +28,6 @@ _FIRST_CONTACT = 5.0
 """Seconds for an address of another machine that never answered this process: it may be wrong. One
 of this machine gets the usual ones, as its service may be starting in the next terminal."""
 _MOVING_PATIENCE = 900.0  # seconds: a scheduler that stops a run starts it again after some minutes
-_KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
 
 
@@ -90,7 +89,7 @@ def find_service(
             "OPENAI_BASE_URL) to the URL that `any-agent serve` or `any-agent train` prints, like "
             "http://127.0.0.1:8000"
         )
-    key, key_from = _first("api_key", api_key, _KEYS, environ)
+    key, key_from = _first("api_key", api_key, SESSION_KEYS, environ)
     # A key from a file may end with a line break.
     key = (key or "").strip() or None
     if key == PLACEHOLDER_KEY:

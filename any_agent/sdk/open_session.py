@@ -24,6 +24,7 @@ from any_agent.errors import (
 )
 from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
 from any_agent.protocol.training import RunInfo
+from any_agent.runtime.command_line import one_line_errors
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
 from any_agent.sdk.http_patches import patches
@@ -101,6 +102,7 @@ class AgentSession:
     ) -> None:
         """ConfigError if no service is named, or its key cannot open sessions; InvalidRequest for
         an invalid field."""
+        one_line_errors(place=True)
         self.service = find_service(url, api_key)
         self._fields: dict[str, Any] = {
             "task_id": task_id,

@@ -16,6 +16,7 @@ from any_agent.client.retry_transport import SharedClient
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Conflict, RunFinished
 from any_agent.protocol.rl import Rewards
+from any_agent.runtime.command_line import one_line_errors
 from any_agent.sdk.agent_callable import AgentCallable
 from any_agent.sdk.attempts import (
     Attempt,
@@ -67,6 +68,7 @@ class RunnerSettings:
     agent_name: str = ""
 
     def __post_init__(self) -> None:
+        one_line_errors(place=True)
         for name in ("concurrency", "group_size", "epochs", "max_failures"):
             value = getattr(self, name)
             require_setting(value >= 1, f"{name} is {value}: it must be at least 1")

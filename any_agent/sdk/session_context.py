@@ -15,9 +15,17 @@ from urllib.parse import unquote
 
 import httpx
 
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.client.service_url import moved, names_file, url_file
 from any_agent.completions.apis import all_apis, plain_path
-from any_agent.keys import KEY_HEADERS, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, session_prefix
+from any_agent.keys import (
+    KEY_HEADERS,
+    LANE_KEY_PREFIXES,
+    PLACEHOLDER_SESSION,
+    SESSION_KEY_PREFIX,
+    bearers_of,
+    session_prefix,
+)
 
 _PORTS = {"http": 80, "https": 443}
 _REWARDS = ("set_reward", "finalize", "end_session")
@@ -119,21 +127,28 @@ def key_for(
 
 
 def followed(url: str, headers: Mapping[str, Any]) -> str | None:
-    """Return the new URL of a session's request whose service has moved since its client was made.
+    """Return the new URL of a session's request whose service has moved since its client was made,
+    or whose client took the URL that `require_service` has set.
 
     None for all other requests: outside of sessions, and to the service's present address.
     """
     to = moved(url)
-    if to is None:
-        return None
-    parsed = httpx.URL(to)
+    if to is not None and SESSION_KEY_PREFIX not in to and not _is_sessions(to, headers):
+        to = None
+    placeholder = f"/{PLACEHOLDER_SESSION}/"
+    if placeholder in (to or url):
+        named = (to or url).replace(placeholder, "/", 1)
+        if _is_sessions(named, headers) and not _has_foreign_key(headers):
+            return named
+    return to
+
+
+def _is_sessions(url: str, headers: Mapping[str, Any]) -> bool:
+    """Return True if a request to this URL names a session, or belongs to that of this context."""
+    parsed = httpx.URL(url)
     host = parsed.raw_host.decode("ascii")
-    ours = (
-        _names_session(headers)
-        or SESSION_KEY_PREFIX in parsed.path
-        or key_for(parsed.scheme, host, parsed.port, parsed.path, headers) is not None
-    )
-    return to if ours else None
+    key = key_for(parsed.scheme, host, parsed.port, parsed.path, headers)
+    return key is not None or _names_session(headers)
 
 
 def _is_agents(path: str) -> bool:
@@ -160,6 +175,13 @@ def _names_session(headers: Mapping[str, Any]) -> bool:
     return (
         bearer[:7].lower() == "bearer " and bearer[7:].strip().startswith(LANE_KEY_PREFIXES)
     ) or any(_text(headers.get(name)).startswith(LANE_KEY_PREFIXES) for name in KEY_HEADERS)
+
+
+def _has_foreign_key(headers: Mapping[str, Any]) -> bool:
+    """Return True for a key of another provider, whose call must not pass for the agent's."""
+    plain = (_text(headers.get(name)) for name in KEY_HEADERS)
+    keys = bearers_of([_text(headers.get("authorization"))], plain)
+    return not keys <= {PLACEHOLDER_KEY} and not _names_session(headers)
 
 
 def _text(value: Any) -> str:

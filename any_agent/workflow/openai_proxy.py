@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 from any_agent import stats_tracker
-from any_agent.client.environment import environment, require_some_key, require_some_url
+from any_agent.client.environment import environment, require_service
 from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
@@ -29,7 +29,7 @@ from any_agent.runtime.worker_pool import (
 from any_agent.workflow import context as workflow_context
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import own_copy
-from any_agent.workflow.proxy_client import OpenAIProxyClient
+from any_agent.workflow.proxy_client import OpenAIProxyClient, is_of_call
 
 if TYPE_CHECKING:
     import aiohttp
@@ -216,7 +216,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             code = error.code if isinstance(error, AnyAgentError) else None
             if rewarded and code == "no_reward":
                 raise no_reward(rewards, name) from None
-            if inline and client.called is False and code != "no_model_call":
+            told = code == "no_model_call" or not is_of_call(error)
+            if inline and client.called is False and not told:
                 error.add_note(no_call)
             raise
 
@@ -260,8 +261,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if "http_client" in self._takes:
             arguments["http_client"] = await workflow_context.get_httpx_client()
         wanted = {name: arguments[name] for name in self._takes}
-        require_some_key()
-        require_some_url(self.service.url)
+        require_service(self.service.url)
         run = asyncio.ensure_future(
             measure_steps(self.agent.run(data, **wanted), self._warn_of_blocking)
         )

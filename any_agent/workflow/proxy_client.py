@@ -12,6 +12,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +37,9 @@ _EXPORT_SLACK = 240.0
 """Seconds beyond a request's usual timeout: an export may wait for calls that are ending."""
 _HEARTBEAT = 60.0  # seconds between heartbeats while the agent is busy elsewhere
 _ABORT_TIMEOUT = 7.0
+_CALL_ERRORS = {"APIError", "ClientError", "RequestException", "URLError"}
+"""Names, which need no import, of the errors of OpenAI's and Anthropic's SDKs, of aiohttp, requests
+and urllib."""
 
 
 class OpenAIProxyClient:
@@ -213,6 +217,12 @@ class OpenAIProxyClient:
                 "with a JSON object: check the URL"
             )
         return answer
+
+
+def is_of_call(error: BaseException) -> bool:
+    """Return True for the error of a call to any server: the connection's, or the answer's."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError | httpx.HTTPError) or bool(_CALL_ERRORS & names)
 
 
 def task_name(task: object) -> str:

@@ -126,9 +126,10 @@ def _of_stores(samples: Mapping[str, Samples]) -> Iterator[Alarm]:
 
 def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> Iterator[Alarm]:
     trainer = next((part for part in parts if part.name == "trainer"), None)
-    if waiting and trainer is not None and trainer.state not in ("starting", "done"):
-        # The lines begin with the word that heads them on the console.
-        lines = [line.removeprefix("waiting").strip() for line in waiting.splitlines()]
+    # The lines begin with the word that heads them on the console; others are no alarm.
+    waits = [line for line in waiting.splitlines() if line.startswith("waiting")]
+    if waits and trainer is not None and trainer.state not in ("starting", "done"):
+        lines = [line.removeprefix("waiting").strip() for line in waits]
         yield Alarm(
             "warn",
             f"The trainer is waiting: {'. '.join(line.rstrip('.') for line in lines)}.",

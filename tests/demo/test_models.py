@@ -144,6 +144,11 @@ def test_the_command_says_what_it_does_and_all_may_read_its_model(
     assert model.main([str(folder), "--warmup-steps", "0"]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert "half a minute of one core" in first and last == f"made {folder}"
+    report = model.now_and_then(iter((0.0, 1.0, 2.0, 7.0, 12.0)).__next__)
+    for step in range(4):
+        report(f"step {step} of 4")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"step {k} of 4, after {s} s" for k, s in ((0, 1), (2, 7), (3, 12))]
     files = list(folder.iterdir())
     assert "model.safetensors" in {file.name for file in files}
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -190,6 +192,32 @@ def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
         kill_and_wait(node, "rank-0")
         assert node.check()
     assert f"trainer   done; checkpoints in {node.dir.checkpoints}" in lab.said
+    assert not [line for line in lab.said if line.startswith("serving ")]
+
+
+def test_a_service_that_stays_after_its_training_says_so_once(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Left(Exception):
+        """The person has read it, and some more looks have passed."""
+
+    with lab.node("server.ranks=1") as node:
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
+        os.kill(node.parts["trainer"].pid, signal.SIGUSR1)
+        later = 0
+
+        def sleep(seconds: float) -> None:
+            nonlocal later
+            later += any(line.startswith("trainer   done") for line in lab.said)
+            if later == 3:
+                raise Left
+            time.sleep(seconds)
+
+        monkeypatch.setattr(node_module, "time", SimpleNamespace(sleep=sleep))
+        with pytest.raises(Left):
+            node.watch()
+    (told,) = (line for line in lab.said if line.startswith("serving "))
+    assert f"{node.url}/v1" in told and "Ctrl-C" in told
 
 
 def test_a_run_that_is_trained_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,9 +405,17 @@ def test_models_that_cannot_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"set model\.path to a local folder or a hub name"):
         check_model("")
-    for path in (str(tmp_path), "./nothing", "../nothing", "nothing", "~/nothing", "a/b/c"):
-        with pytest.raises(ConfigError, match=r"is no model folder: it has no config\.json"):
-            check_model(path)
+    (tmp_path / "owner" / "empty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    path, hub = "nothing at this path", "no name on a hub"
+    for given, problem in (
+        *((each, "no config.json") for each in (str(tmp_path), "owner/empty", "~/owner")),
+        *((each, path) for each in ("./nothing", "../nothing", "/nothing/x", "~/nothing", "a/b/c")),
+        ("nothing", hub),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check_model(given)
+        assert given in refused.value.message and problem in refused.value.message
     check_model("Qwen/Qwen3-0.6B")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")

@@ -135,14 +135,16 @@ def test_where_it_failed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     said = r"of 30 items, no session is left .*: 30 failed; the first failure: KeyError: 'answer'"
     with (
         executor(max_failures=1000) as e,
-        caplog.at_level(logging.WARNING),
+        caplog.at_level(logging.INFO),
         pytest.raises(RolloutError, match=said),
     ):
         e.rollout_batch(items(30), Doing(broken))
-    told = [record for record in caplog.records if record.exc_info]
-    assert len(told) == 1
-    assert "task 0, run 0 failed and is left out" in told[0].getMessage()
-    assert "broken" in caplog.text and "KeyError: 'answer'" in caplog.text
+    told, trace = (one for one in caplog.records if "task 0, run 0 failed" in one.getMessage())
+    line = broken.__code__.co_firstlineno + 1
+    assert told.levelno == logging.WARNING and "\n" not in told.getMessage()
+    assert told.getMessage().endswith(f"KeyError: 'answer' ({__file__}:{line} in broken)")
+    # A console need not show the way through this project's code.
+    assert trace.levelno == logging.INFO and "Traceback" in trace.getMessage()
 
 
 def test_what_an_agent_did_wrong_is_told_without_our_frames(
@@ -153,7 +155,10 @@ def test_what_an_agent_did_wrong_is_told_without_our_frames(
     FailureBudget(2).log(error, "task 0")
     (told,) = caplog.records
     assert told.getMessage().endswith("only counted: mine.Agent.run returned None; a hint")
-    assert told.exc_info is None
+    caplog.clear()
+    trace = 'Traceback:\n  File "/home/me/mine.py", line 7, in run\nKeyError: 7'
+    FailureBudget(2).log(AgentFailed(f"it raised KeyError: 7\n{trace}"), "task 0")
+    assert caplog.messages[0].endswith("it raised KeyError: 7 (/home/me/mine.py:7 in run)")
 
 
 # -- all of them -------------------------------------------------------------------------------

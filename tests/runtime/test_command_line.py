@@ -85,10 +85,70 @@ def test_a_group_of_commands_alone_says_what_it_can_do(group: str, command: str)
     assert f"\n    {command} " in said and len(said.splitlines()) < 50
 
 
+@pytest.mark.parametrize(
+    ("line", "command", "meant"),
+    [
+        ("serve --modle x", "any-agent serve", "--model?"),
+        ("serve --modle=x train.lr=1", "any-agent serve", "--model?"),
+        ("keys list --experimnt x", "any-agent keys list", "--experiment?"),
+        ("keys --json", "any-agent keys", "any-agent keys create --json"),
+        ("--json keys list", "any-agent keys list", "any-agent keys list --json"),
+        ("status --nothing-like-it", "any-agent status", "--nothing-like-it"),
+        ("status twice", "any-agent status", "twice"),
+    ],
+)
+def test_what_a_command_does_not_know_is_one_line_about_that_command(
+    line: str, command: str, meant: str
+) -> None:
+    code, said = run(COMMANDS, *line.split())
+    assert code == 2 and len(said.splitlines()) == 1
+    assert said.startswith(f"{command}: ") and said.endswith(f"({command} --help)\n")
+    assert meant in said
+
+
 def test_other_errors_keep_their_trace() -> None:
     code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
     assert code == 1
     assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
+
+
+SESSION = """
+import asyncio, atexit, sys
+from any_agent import AgentSession
+atexit.register(print, "at its end", flush=True)
+async def attempt():
+    async with AgentSession("t", url="http://127.0.0.1:9", retry_for=0):
+        pass
+async def together():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(attempt())
+"""
+
+
+@pytest.mark.parametrize("how", ["attempt", "together"])
+def test_an_error_of_the_sdk_is_two_lines_with_the_place_in_the_script(
+    how: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "agents.py"
+    script.write_text(f"{SESSION}\nasyncio.run({how}())\n")
+    started = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    code, said = run(started)
+    # A busy machine is told that the import takes long.
+    message, place = (x for x in said.splitlines() if not x.startswith("importing "))
+    assert code == 1 and message.startswith("error: http://127.0.0.1:9 ")
+    assert place == f"  at {script}:6 in attempt"
+
+
+def test_a_script_may_catch_an_error_of_the_sdk_and_keeps_the_trace_of_its_own() -> None:
+    catches = """
+from any_agent.errors import ServiceUnavailable
+try:
+    asyncio.run(attempt())
+except ServiceUnavailable:
+    raise ZeroDivisionError("mine") from None
+"""
+    code, said = run(SESSION + catches)
+    assert code == 1 and "Traceback" in said and said.endswith("ZeroDivisionError: mine\n")
 
 
 def test_a_hook_of_somebody_else_stays() -> None:

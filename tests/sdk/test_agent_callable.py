@@ -45,7 +45,11 @@ async def named(item: Any, api_key: str, base_url: str = "") -> Any:
 @pytest.mark.parametrize(
     ("before", "url"),
     [
-        ({}, "http://service/v1"),
+        ({}, "http://service/sk-v1.placeholder/v1"),
+        (
+            {"OPENAI_BASE_URL": "http://old/sk-v1.placeholder/v1"},
+            "http://service/sk-v1.placeholder/v1",
+        ),
         ({"OPENAI_BASE_URL": "http://other/v1"}, "http://other/v1"),
         ({"OPENAI_API_KEY": "sk-proj-1"}, None),
     ],

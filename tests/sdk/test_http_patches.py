@@ -18,6 +18,7 @@ import httpx
 import pytest
 import requests
 
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.http_patches import patches
 from tests.support.sdk.hops import CLIENTS, Get, Server, serving
@@ -64,6 +65,24 @@ async def test_calls_join(get: Get, service: Server, elsewhere: Server) -> None:
     assert not {"x-api-key", "api-key"} & set(service.seen[0][1])
     assert KEY not in str(elsewhere.seen)
     assert KEY not in str(service.seen[1])
+
+
+@pytest.mark.parametrize("get", [get for get in CLIENTS if "with_auth" not in get.__name__])
+async def test_calls_of_a_client_made_without_arguments_join_and_no_other_providers_do(
+    get: Get, service: Server
+) -> None:
+    """By the URL that names no session, which the service refuses everywhere else."""
+    url, path = f"{service.url}/sk-v1.placeholder/v1/models", "/v1/models"
+    bare = {"Authorization": f"Bearer {PLACEHOLDER_KEY}"}
+    with in_session(service.url):
+        await get(url, bare)
+        await get(url, {})
+        await get(url, {"Authorization": OTHERS})
+        await get(url, {"Authorization": "Bearer sk-proj-a-judges"})
+    await get(url, bare)
+    assert service.keys == [OURS, OURS, OTHERS, "Bearer sk-proj-a-judges", bare["Authorization"]]
+    refused = "/sk-v1.placeholder/v1/models"
+    assert [path for path, _ in service.seen] == [path, path, path, refused, refused]
 
 
 @pytest.mark.parametrize("get", CLIENTS)

@@ -38,8 +38,9 @@ with AgentSession(mode="eval") as session:
     session.abort("of the parent")
 """
 
+# Not by the package's own name, which says on a busy machine that its first import takes long.
 LEFT_OPEN = """
-from any_agent import AgentSession
+from any_agent.sdk import AgentSession
 
 def sessions():
     with AgentSession(mode="eval") as session:

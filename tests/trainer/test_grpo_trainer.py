@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,6 +19,7 @@ import trainer
 from any_agent.config import Config, load_config
 from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.trial import SavedWeights
 from any_agent.workflow import RolloutWorkflow
 from trainer import GRPOTrainer, grpo_trainer
 from trainer.loop import TrainingLoop
@@ -250,8 +253,23 @@ def test_told_to_stop(config: Config, fakes: None, number: int, code: int, end: 
         trainer.train(workflow=Nothing)
     assert stopped.value.code == code
     assert service_of(trainer).calls == ["start", end]
-    listening, _, told = said
+    listening, _, told, over = said
     assert "any-agent server listening at" in listening and told.startswith("trainer ")
+    # The command that was typed.
+    assert "no checkpoint" in over and over.endswith(shlex.join(sys.orig_argv))
+
+
+def test_told_to_stop_it_names_the_checkpoint(
+    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedWeights(Path("/runs/step-00000007"), 7, 7)
+    monkeypatch.setattr(grpo_trainer, "latest_weights", lambda _: saved)
+    FakeLoop.then = lambda: signal.raise_signal(signal.SIGINT)
+    said: list[str] = []
+    trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
+    with pytest.raises(StopRequested), trainer:
+        trainer.train(workflow=Nothing)
+    assert "step 7" in said[-1] and "/runs/step-00000007" in said[-1]
 
 
 def test_a_service_that_is_gone_ends_training_whatever_it_is_at(

@@ -102,7 +102,7 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.01)
+    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.005)
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
     said: list[str] = []
     lab.trainer.report.say = said.append
@@ -122,6 +122,8 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     assert not lab.trainer.train()
     told = [line for line in said if "in a row" in line]
     assert [line.split()[1] for line in told] == ["10", "15"]
+    # The first seconds are usual; `waiting` is what an alarm is made of.
+    assert [line.split()[0] for line in said if "0 of 64" in line] == ["trainer", *["waiting"] * 2]
     assert "in the last group: 0. Other tasks or rewards would help" in told[-1]
     # So that a console shows it, too.
     shown = lab.trainer.dir.waiting.read_text().splitlines()

@@ -333,6 +333,19 @@ async def test_what_is_raised_after_a_call_has_no_note(proxy: Proxy) -> None:
     assert format_error(raised.value) == "ZeroDivisionError: division by zero"
 
 
+class Breaks:
+    """Fails for a reason of its own, before any call."""
+
+    async def run(self, data: Any, base_url: str = "") -> float:
+        return 1 / 0
+
+
+async def test_what_is_raised_before_any_call_has_no_note_about_calls(proxy: Proxy) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        await episode(Breaks(), proxy)
+    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
+
+
 async def test_an_agent_that_holds_the_loop_is_named_once(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,6 +39,16 @@ open mode, also while the service runs. The open mode returns only at a later st
 every admin key was revoked: an expired key does not reopen it. Without an admin key, no other
 address is bound.
 
+## Where a client finds its key
+
+`ANY_AGENT_KEY` has an operator's key, which no agent gets, and `ANY_AGENT_API_KEY` a tenant's.
+
+- `any-agent status`, `sessions` and `doctor` take `--key`, else the first that is set of
+  `ANY_AGENT_KEY`, `ANY_AGENT_SERVER__ADMIN_KEY`, `ANY_AGENT_API_KEY` and, where it holds a key of
+  any-agent, `OPENAI_API_KEY`.
+- What opens sessions (the SDK, `any-agent run`, `eval`) takes `api_key=` or `--api-key-file`, else
+  `ANY_AGENT_API_KEY`, else `OPENAI_API_KEY`.
+
 ## Create, revoke, rotate
 
 `any-agent keys create|list|revoke|rotate` work on the trial's folder (`keys.json`), and a running

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.teach import Author, Conversation, Row, teach
+from any_agent.demo.models.teach import Author, Conversation, Report, Row, quiet, teach
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 
 QUESTION = (
@@ -21,9 +21,12 @@ _POOL = 1500
 _VOCAB_SIZE = 512
 
 
-def make_judge_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
+def make_judge_model(
+    path: Path, seed: int = 0, *, steps: int = STEPS, report: Report = quiet
+) -> Path:
     """Write the model in Hugging Face's layout; it takes half a minute of one core."""
     rng = Random(seed)
+    report("making its tokenizer")
     tokenizer = make_tokenizer(_texts(rng), vocab_size=_VOCAB_SIZE, phrases=True)
     save_tiny_model(path, seed, tokenizer=tokenizer)
     formats = [load_chat_format(str(path), enable_thinking=thinks) for thinks in (False, None)]
@@ -33,7 +36,7 @@ def make_judge_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
     def batch(progress: float) -> list[Row]:
         return rng.choices(rows, k=_BATCH)
 
-    teach(path, batch, steps=steps, seed=seed)
+    teach(path, batch, steps=steps, seed=seed, report=report)
     return path
 
 

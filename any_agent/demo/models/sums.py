@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.teach import Author, Conversation, Row, teach
+from any_agent.demo.models.teach import Author, Conversation, Report, Row, quiet, teach
 from any_agent.demo.models.tiny import CHAT_TEMPLATE, make_tokenizer, save_tiny_model
 from any_agent.types import Message
 
@@ -86,9 +86,13 @@ def texts() -> Iterator[str]:
         yield from _results(rng.randrange(2 * LARGEST + 1))
 
 
-def make_sums_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
+def make_sums_model(
+    path: Path, seed: int = 0, *, steps: int = STEPS, report: Report = quiet
+) -> Path:
     """Write the model in Hugging Face's layout; it takes a minute of one core."""
+    report("making its tokenizer")
     tokenizer = make_tokenizer(texts(), vocab_size=_VOCAB_SIZE, phrases=True)
+    report("making its weights")
     save_tiny_model(path, seed, tokenizer=tokenizer, context=_CONTEXT)
     # Prompts with and without an empty block of thoughts before the answer.
     formats = [load_chat_format(str(path), enable_thinking=thinks) for thinks in (False, None)]
@@ -96,11 +100,12 @@ def make_sums_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
     rng = Random(seed)
     kinds = tuple(zip((_plain, _with_tool, _thinking), _BATCH, strict=True))
 
+    def row(talk: Callable[[Author, Random, float], Conversation], noise: float) -> Row:
+        report("writing conversations to learn from")
+        return talk(rng.choice(authors), rng, noise).row
+
     def written(noise: float) -> list[tuple[list[Row], int]]:
-        return [
-            ([talk(rng.choice(authors), rng, noise).row for _ in range(_POOL * size)], size)
-            for talk, size in kinds
-        ]
+        return [([row(talk, noise) for _ in range(_POOL * size)], size) for talk, size in kinds]
 
     # First the model learns right answers, then the share of wrong ones.
     right, noisy = written(0.0), written(1.0)
@@ -109,7 +114,7 @@ def make_sums_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
         pools = noisy if progress >= _RIGHT else right
         return [row for rows, size in pools for row in rng.choices(rows, k=size)]
 
-    teach(path, batch, steps=steps, seed=seed)
+    teach(path, batch, steps=steps, seed=seed, report=report)
     return path
 
 

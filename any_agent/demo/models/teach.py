@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.demo.task import RETRY, Item, items, messages
@@ -20,6 +20,9 @@ from any_agent.types import Message
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+Report: TypeAlias = Callable[[str], object]
+"""Called at each step of some work with a word on how far it is."""
 
 DIGITS = "0123456789"
 _END = "<|im_end|>"
@@ -129,7 +132,11 @@ def noisy_row(author: Author, item: Item, noise: float, rng: Random) -> Row:
     return talk.row
 
 
-def warm_up(path: Path, *, steps: int = 80, seed: int = 0) -> None:
+def quiet(_: str) -> None:
+    """Report nothing."""
+
+
+def warm_up(path: Path, *, steps: int = 80, seed: int = 0, report: Report = quiet) -> None:
     """Train the demo's model at ``path`` in place, on one CPU thread.
 
     The noise limits its accuracy to ``1 - 0.9 * _NOISE``. It rises from 0 over the first half of
@@ -142,11 +149,16 @@ def warm_up(path: Path, *, steps: int = 80, seed: int = 0) -> None:
         noise = _NOISE * min(1.0, 2 * progress)
         return [noisy_row(author, item, noise, rng) for item in rng.choices(prompts, k=_BATCH)]
 
-    teach(path, batch, steps=steps, seed=seed)
+    teach(path, batch, steps=steps, seed=seed, report=report)
 
 
 def teach(
-    path: Path, batch: Callable[[float], Sequence[Row]], *, steps: int, seed: int = 0
+    path: Path,
+    batch: Callable[[float], Sequence[Row]],
+    *,
+    steps: int,
+    seed: int = 0,
+    report: Report = quiet,
 ) -> None:
     """Train the model at ``path`` in place by supervised steps, on one CPU thread.
 
@@ -162,6 +174,7 @@ def teach(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
+        report(f"step {step} of {steps}")
         optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(1.0, 2 - 2 * step / steps)
         optimizer.zero_grad()
         _backward(model, batch(step / steps))

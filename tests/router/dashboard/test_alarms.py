@@ -105,6 +105,13 @@ def test_drift_of_older_tokens_is_no_alarm_where_fresh_ones_agreed_lately() -> N
     assert "step 7" in alarm.what and "may" not in alarm.what
 
 
+def test_the_first_seconds_without_agents_are_no_alarm() -> None:
+    early = "trainer   waits for trajectories: 0 of 64 sessions came"
+    assert alarms(waiting=early) == []
+    (alarm,) = alarms(waiting=f"{early}\nwaiting   20 groups scored alike")
+    assert "20 groups scored alike" in alarm.what and "0 of 64" not in alarm.what
+
+
 def test_the_worst_comes_first() -> None:
     found = alarms(waiting="waiting for x", parts=[Part("trainer", "away")], slots={"waiting": 2})
     assert [alarm.level for alarm in found] == ["bad", "bad", "warn"]
