@@ -62,6 +62,27 @@ WORKLOADS = {
     "head": Workload("one row, a vocabulary of 150k", 1, 1, 0, (-1,), 2048, 2048, "head"),
 }
 
+QUICK = {
+    "W1": replace(
+        WORKLOADS["W1"], about="2 sessions x 8 turns, one system prompt", sessions=2, model="3M"
+    ),
+    "W2": replace(
+        WORKLOADS["W2"], about="8 branching sessions in 2 groups", groups=2, sessions=4, model="3M"
+    ),
+    "W3": replace(WORKLOADS["W3"], about="4 single turns, nothing shared", groups=4, model="3M"),
+    "W4/25": replace(WORKLOADS["W4/25"], model="3M"),
+    "W5": replace(
+        WORKLOADS["W5"],
+        about="4 short answers in 2 groups, 35 M parameters",
+        groups=2,
+        sessions=2,
+        model="35M",
+    ),
+    "head": replace(WORKLOADS["head"], added=1024, output=1024),
+}
+"""Fewer sessions of the same lengths, and smaller models: a CPU without instructions for bfloat16
+takes some twenty times as long in it as in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -176,13 +197,13 @@ def make_model(name: str) -> Any:
         "pad_token_id": None,
         "bos_token_id": None,
     }
-    if name == "135M":
-        # SmolLM2-135M's shape.
+    if name in ("135M", "35M"):
+        # SmolLM2-135M's shape, and two of its layers.
         config: Any = LlamaConfig(
             vocab_size=49_152,
             hidden_size=576,
             intermediate_size=1536,
-            num_hidden_layers=30,
+            num_hidden_layers=30 if name == "135M" else 2,
             num_attention_heads=9,
             num_key_value_heads=3,
             **shared,
@@ -190,6 +211,7 @@ def make_model(name: str) -> Any:
     else:
         vocabulary, hidden, layers, heads = {
             "27M": (4096, 512, 8, 8),
+            "3M": (4096, 256, 2, 4),
             "head": (151_936, 64, 1, 2),
             "tiny": (64, 32, 2, 2),
             "tiny head": (2048, 32, 1, 2),
