@@ -1,4 +1,4 @@
-"""A small file's content, read again when it changes while a service runs."""
+"""A small secret file's content, read again when it changes while a service runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.runtime.file_owner import secret_file
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +19,13 @@ T = TypeVar("T")
 class WatchedFile(Generic[T]):
     """The result of ``parse`` for a file, or ``missing`` if there was no file from the start.
 
+    The file must be ours alone (:func:`any_agent.runtime.file_owner.secret_file`).
+
     The file is read at most once in ``every`` seconds, and parsed if its bytes differ: two writes
     within one tick of a file system's clock may leave equal attributes. If it is broken, or
     vanishes later, that is logged once and the last good content stays: an empty one could grant
-    what the file denies. The first reading raises the errors of ``parse``.
+    what the file denies. The first reading raises the errors of ``parse``, and ConfigError
+    for a file of another user.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class WatchedFile(Generic[T]):
                 raise FileNotFoundError(f"{self._path} is gone")
             self._value = self._parse(content)
         except (OSError, ValueError, AnyAgentError) as error:
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | ConfigError):
                 # Parsed again once it can be read, also if it has not changed.
                 self._content = None
             self._complain(str(error))
@@ -69,6 +73,7 @@ class WatchedFile(Generic[T]):
         # Opened each time: a network file system may keep the content of a file that stays open,
         # and a revoked key would stay valid for as long.
         try:
-            return self._path.read_bytes()
+            with open(self._path, "rb", opener=secret_file) as file:
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
