@@ -1,8 +1,10 @@
-"""A small secret file's content, read again when it changes while a service runs."""
+"""Watches of a running service: of a secret file's content, and of the place of its own files."""
 
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,36 @@ from any_agent.runtime.file_owner import secret_file
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class WatchedPath:
+    """A folder or a file in use, which somebody may remove, rename or replace meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError unless it exists."""
+        self._path = path
+        found = os.stat(path)
+        self._id = found.st_dev, found.st_ino
+        self._descriptor: int | None = None
+        if stat.S_ISDIR(found.st_mode):
+            # While it is open, no other folder gets its number. Whoever uses a file has it open;
+            # to close it once more would end SQLite's locks on it.
+            self._descriptor = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def is_gone(self) -> bool:
+        """Return whether its name is gone, or another's; False while that cannot be seen."""
+        try:
+            found = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) != self._id
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class WatchedFile(Generic[T]):
