@@ -145,6 +145,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         lambda: app.service.drain(),
         drain_timeout=config.server.drain_timeout,
         lost=lambda: app.service.journal.stats.lost,
+        on_lost=lambda why: app.service.lose(why),
         also=store_beside(config),
     )
 

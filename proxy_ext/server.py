@@ -58,7 +58,8 @@ class DrainingServer(uvicorn.Server):
     ``drain_timeout`` seconds, and ends. SIGINT, or a second signal, ends it at once. Either way it
     exits successfully.
 
-    ``lost`` returns a reason once another process carries the rank: then it ends at once.
+    ``lost`` returns a reason once the rank is another process's, or its files are gone: then it
+    ends at once. ``on_lost`` is called with the reason once the run's folder is gone.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DrainingServer(uvicorn.Server):
         *,
         drain_timeout: float,
         lost: Callable[[], str | None],
+        on_lost: Callable[[str], None],
         also: EntryStore | None = None,
     ) -> None:
         """``folder`` is the registry; ``also`` gets the entry, too."""
@@ -82,8 +84,9 @@ class DrainingServer(uvicorn.Server):
         self._drain = drain
         self._drain_timeout = drain_timeout
         self._lost = lost
+        self._on_lost = on_lost
         self.lost: str | None = None
-        """The reason of an end because another process carries the rank."""
+        """The reason of an end because the rank, or its files, are no longer this process's."""
         self._drain_requested = False
         self._draining: asyncio.Task[None] | None = None
 
@@ -116,7 +119,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self._heartbeat = Heartbeat(self._folder, self._describe, self._also)
+            self._heartbeat = Heartbeat(self._folder, self._describe, self._also, self._on_lost)
             await self._heartbeat.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -213,6 +213,11 @@ class RankService:
             last = await self.journal.last_step()
             self.replayable = last is not None and last > (self.run.oldest_step or 0)
 
+    def lose(self, why: str) -> None:
+        """Acknowledge nothing any more."""
+        if self.journal.stats.lost is None:
+            self.journal.stats.lost = why
+
     async def drain(self) -> None:
         """Refuse new calls and sessions, and answer long polls; calls under way continue."""
         self.calls.draining = True

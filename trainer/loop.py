@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from any_agent.auth.access import signer_of
 from any_agent.config import Config
-from any_agent.errors import NotFound
+from any_agent.errors import NotFound, StartupError
 from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.fleet import FleetFile
@@ -137,6 +137,7 @@ class TrainingLoop:
             host=host,
             pid=pid,
             also=store_beside(self.config),
+            on_lost=lambda why: self.fail(StartupError(why)),
         )
 
     def stop(self) -> None:

@@ -35,7 +35,8 @@ class TrainerHeartbeat:
 
     ``signer`` checks the key that metrics need. ``ready`` returns False while the
     trainer still starts. ``host`` is an address that the router reaches. ``pid`` is the process
-    that the launcher started, if that is not this one.
+    that the launcher started, if that is not this one. ``on_lost`` is called with the reason, in
+    another thread, once the run's folder is gone.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TrainerHeartbeat:
         host: str = "127.0.0.1",
         pid: int | None = None,
         also: EntryStore | None = None,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._metrics = metrics
         self._server = _Server(metrics.exposition().render, signer, host)
@@ -57,7 +59,7 @@ class TrainerHeartbeat:
         self._admits = admits
         self._pid = pid or os.getpid()
         self._boot_id = secrets.token_hex(8)
-        self._heartbeat = Heartbeat(folder, self._entry, also)
+        self._heartbeat = Heartbeat(folder, self._entry, also, on_lost)
         self._loop = LoopThread("heartbeat")
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True

@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.runtime.atomic_files import append_line, make_folder
+from any_agent.runtime.atomic_files import append_line
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,8 @@ class AuditLog:
                 self._failed = False
 
     def _write(self, line: bytes) -> None:
-        make_folder(self._path.parent)
+        # Not the run's folder, which may be gone.
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
         if self._path.exists() and self._path.stat().st_size + len(line) > self._max_bytes:
             self._rotate()
         append_line(self._path, line.decode())

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from any_agent.config import NAME_PATTERN, Name
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import key_id, new_key, secret_hash
-from any_agent.runtime.atomic_files import make_folder, owner_only, write_atomic
+from any_agent.runtime.atomic_files import make_folder, make_shared_folder, write_atomic
 from any_agent.runtime.boot_clock import boot_seconds
+from any_agent.runtime.file_owner import own_file, require_own_folder, secret_file
 
 KeptScope = Literal["admin", "trainer", "tenant"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -145,9 +146,11 @@ def parse_keys(content: bytes) -> StoredKeys:
 
 
 def read_keys(path: Path) -> StoredKeys:
-    """Read the keys, none where there is no file; StartupError for a damaged one."""
+    """Return the keys, none without a file; StartupError for a damaged file, ConfigError for one of
+    another user's."""
     try:
-        content = path.read_bytes()
+        with open(path, "rb", opener=secret_file) as file:
+            content = file.read()
     except FileNotFoundError:
         return StoredKeys()
     except OSError as error:
@@ -238,8 +241,9 @@ def _write_keys(path: Path, keys: tuple[StoredKey, ...]) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Lock a file, and the files beside it, against other writers."""
-    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    make_shared_folder(path.parent.parent)
     make_folder(path.parent)
-    with open(path.with_name(f"{path.name}.lock"), "w", opener=owner_only) as file:
+    require_own_folder(path.parent)
+    with open(path.with_name(f"{path.name}.lock"), "a", opener=own_file) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -68,11 +68,12 @@ from any_agent.launcher.trial import (
     trial_dir,
 )
 from any_agent.rundir.fleet import Fleet, load_fleet
-from any_agent.rundir.registry import read_entry
+from any_agent.rundir.registry import HEARTBEAT, read_entry, run_is_gone
 from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.command_line import SLOW, told_if_slow
 from any_agent.runtime.disk_space import has_space
+from any_agent.runtime.file_watcher import WatchedPath
 from any_agent.runtime.ports import accept_on, from_here, port_of, reachable, reserve, url_of
 
 _POLL_INTERVAL = 0.1
@@ -126,6 +127,9 @@ class Node:
         self._offline: Mapping[str, str] = {}
         """Variables of parts that load models from the hub's cache."""
         self._started = False
+        self._watched: WatchedPath | None = None
+        """The run's registry, which must stay in its place."""
+        self._look_at = 0.0
         self._monitor = RegistryMonitor(
             self.dir.registry, self.parts, self.options.say, hung_after=config.engine.hung_after
         )
@@ -200,7 +204,8 @@ class Node:
         """End every process within seconds, for certain, and store the journals."""
         with uninterrupted():
             stop(self.parts, self._refuse_connections)
-            self._ranks.store_journals()
+            if not self._folder_is_gone():
+                self._ranks.store_journals()
             self._stack.close()
 
     def _refuse_connections(self) -> None:
@@ -243,8 +248,9 @@ class Node:
         It never waits. A part that hangs is killed. A restarted proxy has everything that it
         acknowledged in its journal, a restarted engine gets the newest weights, a restarted trainer
         continues from its checkpoint. Raises ConfigError or StartupError for a part that cannot go
-        on.
+        on, and once the run's folder is gone.
         """
+        self._require_folder()
         for part in list(self.parts.values()):
             try:
                 part.check()
@@ -288,6 +294,8 @@ class Node:
         self.gpus = assign_gpus(config, free, engines=len(sampling), trains=trains)
         self._bring_models(trains=trains, engines=bool(sampling))
         self._before_parts()
+        self._watched = WatchedPath(self.dir.registry)
+        self._stack.callback(self._watched.close)
         if place.router and (beside := store_beside(config)) is not None:
             beside.forget()
         self._ranks.public_url = self.url
@@ -359,6 +367,17 @@ class Node:
             write_atomic(self.dir.path / "config.yaml", _as_yaml(saved))
 
     # ------------------------------------------------------------------------------------------
+
+    def _require_folder(self) -> None:
+        """Raise StartupError once the run's folder is gone: no part may start anew in another."""
+        restarts = any(part.state == "restarting" for part in self.parts.values())
+        if restarts or time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + HEARTBEAT
+            if self._folder_is_gone():
+                raise StartupError(run_is_gone(self.dir.path))
+
+    def _folder_is_gone(self) -> bool:
+        return self._watched is not None and self._watched.is_gone()
 
     def _before_parts(self) -> None:
         """Prepare the start of the parts; the address and the folder are there. For subclasses."""

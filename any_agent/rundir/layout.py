@@ -34,22 +34,31 @@ from __future__ import annotations
 import difflib
 import fcntl
 import json
-import os
 import re
 import secrets
-import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, urlencode
 
 from any_agent.errors import ConfigError, NotFound, StartupError
-from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
-from any_agent.runtime.file_owner import access_required
+from any_agent.runtime.atomic_files import (
+    create_once,
+    make_folder,
+    make_shared_folder,
+    write_atomic,
+)
+from any_agent.runtime.file_owner import (
+    access_required,
+    own_file,
+    require_own_entries,
+    require_own_folder,
+    require_safe_parents,
+    secret_file,
+)
 
 JOURNAL_SUFFIX = ".sqlite"
 LOGGED_SCHEME = "sqlite+redis"
@@ -187,44 +196,49 @@ class RunDir:
         self.check_format()
         with access_required():
             self._make()
+            # Again, because another user may have been quicker.
+            self._require_own()
             folders = (self.weights, self.checkpoints, self.manifests, self.registry)
             for folder in (*folders, self.archive, self.logs):
                 make_folder(folder)
             self.make_journals()
             if not self._format.exists():
-                _create_once(self._format, f"{FORMAT}\n")
+                create_once(self._format, f"{FORMAT}\n")
 
     def _make(self) -> None:
-        # Users may share the folders above.
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_shared_folder(self.path.parent)
         make_folder(self.path)
 
-    def make_journals(self) -> None:
-        """Create the journals' folder.
+    def _require_own(self) -> None:
+        """Raise ConfigError for a folder that another user owns, prepared, or can replace."""
+        require_own_folder(self.path)
+        require_safe_parents(self.path.parents[:3])
+        require_own_entries(self.path)
+        require_own_folder(self.registry, private=True)
 
-        Raises ConfigError for a folder outside the run's own that others own or may write to.
-        """
+    def make_journals(self) -> None:
+        """Create the journals' folder; ConfigError for one that another user could replace."""
         folder = self.journal(0).parent
-        mine = "set server.journal_dir to a folder of your own, such as /var/tmp/any-agent-$USER"
+        if self.journals is None:
+            make_folder(folder)
+            return
+        mine = "server.journal_dir, such as /var/tmp/any-agent-$USER"
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_shared_folder(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
-            found = folder.lstat()
         except OSError as error:
-            if self.journals is None:
-                raise
             raise ConfigError(
-                f"the journals' folder {folder} cannot be created ({error.strerror}): {mine}"
+                f"the journals' folder {folder} cannot be created ({error.strerror}): choose a "
+                f"folder of your own by {mine}"
             ) from None
-        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if self.journals is not None and (not ours or found.st_mode & 0o022):
-            raise ConfigError(
-                f"the journals' folder {folder} is not yours, or others may write in it: {mine}"
-            )
+        require_own_folder(folder, place=mine)
+        require_safe_parents(folder.parents[:3], place=mine)
+        require_own_entries(folder, place=mine)
 
     def check_format(self) -> None:
         """Raise ConfigError for a run of another layout, or of another user."""
         with access_required():
+            self._require_own()
             found = self._found_format()
         if found is not None and found != str(FORMAT):
             raise ConfigError(
@@ -267,7 +281,7 @@ class RunDir:
         Yields the locked file's descriptor; processes that inherit it keep the lock. Those of a
         killed service are waited for, as they may take a moment to end.
         """
-        with open(self.path / "lock", "w", opener=owner_only) as file:
+        with open(self.path / "lock", "a", opener=own_file) as file:
             deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
             while not locked(file):
                 if time.monotonic() >= deadline:
@@ -284,7 +298,7 @@ class RunDir:
         """
         if not self.path.is_dir():
             return False
-        with open(self.path / "lock", "a", opener=owner_only) as file:
+        with open(self.path / "lock", "a", opener=own_file) as file:
             return not locked(file)
 
     def next_epoch(self) -> int:
@@ -294,7 +308,7 @@ class RunDir:
         journals, too, or continue above the numbers in them.
         """
         path = self.path / "trainer.epoch"
-        with open(self.path / "trainer.lock", "w", opener=owner_only) as file:
+        with open(self.path / "trainer.lock", "a", opener=own_file) as file:
             # Even two trainers that run at once get two numbers.
             fcntl.flock(file, fcntl.LOCK_EX)
             text = path.read_text(encoding="utf-8") if path.exists() else "0"
@@ -312,9 +326,10 @@ class RunDir:
         if not self.secret.exists():
             self._make()
             # Written completely or not at all: keys signed with half a secret could be forged.
-            _create_once(self.secret, secrets.token_hex(32))
+            create_once(self.secret, secrets.token_hex(32))
         try:
-            return parse_secrets(self.secret.read_bytes())
+            with open(self.secret, "rb", opener=secret_file) as file:
+                return parse_secrets(file.read())
         except ValueError:
             raise StartupError(
                 f"{self.secret} holds no secret; delete it, which makes the session keys of this "
@@ -324,21 +339,6 @@ class RunDir:
     def signing_secret(self) -> bytes:
         """Return the secret that signs."""
         return self.signing_secrets()[0]
-
-
-def _create_once(path: Path, text: str) -> None:
-    """Create a file completely or not at all; of several processes, the first one writes it."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        os.unlink(temporary)
-    fsync(path.parent)
 
 
 def _absolute(path: Path) -> Path:

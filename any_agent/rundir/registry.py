@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from any_agent.runtime.atomic_files import owner_only
 from any_agent.runtime.disk_space import is_disk_full
+from any_agent.runtime.file_watcher import WatchedPath
 
 HEARTBEAT = 1.0  # seconds between a part's writes of its own entry
 SILENT_AFTER = 10.0  # seconds without a write after which a part is taken for gone
@@ -242,12 +243,23 @@ def _parse(name: str, content: bytes) -> RegistryEntry | None:
 log = logging.getLogger(__name__)
 
 
+def run_is_gone(run: Path) -> str:
+    """Return why a part ends once its run's folder is no longer where it was."""
+    return (
+        f"the run's folder {run} was removed, renamed or replaced while the service used it: "
+        "nothing is acknowledged any more; put it back in its place, or choose another --trial"
+    )
+
+
 class Heartbeat:
     """Writes the part's entry at the start, at each heartbeat, and once more when the part stops.
 
     The event loop makes each beat and a thread writes it, so no call waits for the disk, and a loop
     that hangs falls silent, as it should. A failed write is logged once and repeated, because a
     silent part is taken for dead.
+
+    Where the registry is removed, renamed or replaced, so is its run: it calls ``on_lost`` with the
+    reason at the next beat, and writes no more.
     """
 
     def __init__(
@@ -255,8 +267,12 @@ class Heartbeat:
         folder: Path,
         describe: Callable[[], RegistryEntry],
         also: EntryStore | None = None,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._folder = folder
+        self._watched: WatchedPath | None = None
+        self._on_lost = on_lost
+        self._lost = False
         self._describe = describe
         self._also = also
         self._ended = False
@@ -266,6 +282,8 @@ class Heartbeat:
         self._failed = False
 
     async def begin(self) -> None:
+        with suppress(OSError):
+            self._watched = await asyncio.to_thread(WatchedPath, self._folder)
         await self._write()
         self._task = asyncio.create_task(self._beat())
 
@@ -283,6 +301,8 @@ class Heartbeat:
         await self._write()
         if self._also is not None:
             await asyncio.to_thread(self._also.close)
+        if self._watched is not None:
+            self._watched.close()
 
     async def _beat(self) -> None:
         while not self._ended:
@@ -292,6 +312,12 @@ class Heartbeat:
             await self._write()
 
     async def _write(self) -> None:
+        if not self._lost and self._watched is not None:
+            self._lost = await asyncio.to_thread(self._watched.is_gone)
+            if self._lost:
+                self._on_lost(run_is_gone(self._folder.parent))
+        if self._lost:
+            return
         try:
             entry = self._describe()
             if self._stopping:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_shared_folder(path: Path) -> None:
+    """Create a folder, and the missing ones above it, that others may read and nobody else writes.
+
+    Users may share it: one that exists keeps its permissions.
+    """
+    try:
+        path.mkdir(mode=0o755, exist_ok=True)
+    except FileNotFoundError:
+        make_shared_folder(path.parent)
+        path.mkdir(mode=0o755, exist_ok=True)
 
 
 def create_empty(path: Path) -> None:
@@ -109,6 +122,21 @@ def write_atomic(target: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync(target.parent)
+
+
+def create_once(path: Path, text: str) -> None:
+    """Create a file completely or not at all; of several processes, the first one writes it."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
+    fsync(path.parent)
 
 
 def append_line(target: Path, line: str) -> None:

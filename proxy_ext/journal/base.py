@@ -334,7 +334,8 @@ class JournalStats:
         self.claim = 0
         """Number of this process's claim of the rank, higher than any earlier one's; 0: no log."""
         self.lost: str | None = None
-        """The reason why this process must end: another one carries the rank now."""
+        """The reason why this process must end: another one carries the rank now, or the file is no
+        longer in its place. Nothing is written any more."""
 
 
 class Journal(Protocol):

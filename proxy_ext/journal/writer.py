@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from any_agent.errors import AnyAgentError, StoreBusy, StoreFull, StoreUnavailable
+from any_agent.runtime.file_watcher import WatchedPath
 from proxy_ext.journal.base import JournalStats
 from proxy_ext.journal.files import mark_damaged
 from proxy_ext.journal.statements import Line
@@ -61,9 +62,6 @@ class CommitLog(Protocol):
 
     stats: JournalStats
 
-    def require_ours(self) -> None:
-        """Raise StoreUnavailable once another process has the log."""
-
     def append(self, connection: sqlite3.Connection, lines: Sequence[Line], *, lazy: bool) -> bool:
         """Append the lines of a transaction; StoreUnavailable if they must not be committed.
 
@@ -92,6 +90,7 @@ class JournalThread:
         if commit_log is not None:
             commit_log.stats = stats
         self._path = path
+        self._watched = WatchedPath(path)
         self._stats = stats
         self._queue: queue.SimpleQueue[JournalJob | None] = queue.SimpleQueue()
         self._closed = False
@@ -107,8 +106,8 @@ class JournalThread:
         """Queue a job; StoreBusy if it will not be started."""
         if self._closed:
             raise StoreBusy("the journal is closed, as the service ends; try again", retry_after=2)
-        if self._log is not None:
-            self._log.require_ours()
+        if self._stats.lost is not None:
+            raise StoreUnavailable(self._stats.lost, retry_after=1)
         if self._queue.qsize() >= MAX_QUEUE:
             raise StoreBusy("too many writes wait for the journal; try again", retry_after=1)
         self._queue.put(job)
@@ -160,6 +159,7 @@ class JournalThread:
     def _transact(self, jobs: list[JournalJob]) -> list[Any]:
         connection = self.connection
         began = time.perf_counter()
+        self._require_file()
         lazy = self._unsynced < UNSYNCED and all(job.lazy for job in jobs)
         eased = lazy and self._log is None
         try:
@@ -183,6 +183,9 @@ class JournalThread:
         finally:
             if eased:
                 connection.execute("PRAGMA synchronous = FULL")
+        if self._log is None:
+            # It may have gone meanwhile; a log has what was written.
+            self._require_file()
         self._unsynced = self._unsynced + 1 if lazy else 0
         self._empty_wal(anew=any(job.wipes for job in jobs))
         self._stats.commit_seconds.observe(time.perf_counter() - began)
@@ -200,6 +203,16 @@ class JournalThread:
             if self._log is not None and appended:
                 self._log.withdraw()
             raise _UnsureCommit(str(cause)) from cause
+
+    def _require_file(self) -> None:
+        """Raise StoreUnavailable once nobody will find the file's commits under its name."""
+        if self._stats.lost is None and self._watched.is_gone():
+            self._stats.lost = (
+                f"the journal {self._path} was removed, renamed or replaced while this rank used "
+                "it: it acknowledges nothing any more, and ends"
+            )
+        if self._stats.lost is not None:
+            raise StoreUnavailable(self._stats.lost, retry_after=1)
 
     def _empty_wal(self, *, anew: bool) -> None:
         """Empty the log, which has pages as they were before content was removed.

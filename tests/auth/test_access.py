@@ -144,6 +144,7 @@ def test_broken_keys_open_nothing(configured: Callable[..., Config]) -> None:
     path.unlink()
     assert access.caller(key).scope is Scope.ADMIN and not is_open(access)
     path.write_text("{")
+    path.chmod(0o600)
     with pytest.raises(StartupError, match=r"keys\.json"):
         Access(config)
 

@@ -133,6 +133,7 @@ def test_limits_of_a_tenant_are_of_its_newest_keys(path: Path) -> None:
 def test_a_broken_file_is_said(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
+    path.chmod(0o600)
     with pytest.raises(StartupError, match=r"keys\.json is no file of keys") as error:
         read_keys(path)
     assert "secret-looking" not in error.value.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -275,6 +276,26 @@ def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:
         os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
         node.watch()
     assert "these are the last words of rank-0" in str(raised.value)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_that_is_renamed_ends_the_service_and_nothing_starts_again(
+    lab: Lab, replaced: bool
+) -> None:
+    """A rank that started anew in another folder would know nothing of its sessions."""
+    with pytest.raises(StartupError) as raised, lab.node() as node:
+        pids = {name: part.pid for name, part in node.parts.items()}
+        run = node.dir.path
+        run.rename(run.with_name("elsewhere"))
+        if replaced:
+            shutil.copytree(run.with_name("elsewhere"), run)
+        os.kill(pids["rank-0"], signal.SIGKILL)
+        began = time.monotonic()
+        checked_until(node, lambda: False)
+    assert time.monotonic() - began < 20
+    assert str(run) in raised.value.message
+    assert {name: part.pid for name, part in node.parts.items()} == pids
+    assert replaced or not run.exists(), "nothing is written where it was"
 
 
 OUTLIVED = """

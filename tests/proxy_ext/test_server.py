@@ -85,13 +85,16 @@ def present(
     *,
     drain_timeout: float = 30,
     lost: Callable[[], str | None] = lambda: None,
+    on_lost: Callable[[str], None] = lambda _: None,
 ) -> DrainingServer:
     config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
 
     async def drain() -> None:
         pass
 
-    return DrainingServer(config, folder, Rank(), drain, drain_timeout=drain_timeout, lost=lost)
+    return DrainingServer(
+        config, folder, Rank(), drain, drain_timeout=drain_timeout, lost=lost, on_lost=on_lost
+    )
 
 
 async def test_it_ends_at_once_when_another_process_carries_the_rank(
@@ -106,6 +109,18 @@ async def test_it_ends_at_once_when_another_process_carries_the_rank(
     await asyncio.wait_for(serving, 20)
     # The rank's parts, which knew it, are gone by now.
     assert server.lost == "another process has it"
+
+
+async def test_it_ends_when_the_run_is_gone(tmp_path: Path, app: App) -> None:
+    reasons: list[str] = []
+    folder = tmp_path / "run" / "registry"
+    folder.mkdir(parents=True)
+    server = present(app, folder, lost=lambda: next(iter(reasons), None), on_lost=reasons.append)
+    serving = asyncio.create_task(server._serve([reserve("127.0.0.1", 0)]))
+    await until(lambda: version(folder))
+    folder.parent.rename(tmp_path / "elsewhere")
+    await asyncio.wait_for(serving, 20)
+    assert server.lost is not None and str(folder.parent) in server.lost
 
 
 async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(

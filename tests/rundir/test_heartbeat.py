@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 
 from any_agent.rundir import registry as presence
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
+from any_agent.runtime.file_watcher import WatchedPath
 from tests.support.proxy import until
 
 
@@ -115,3 +120,44 @@ async def test_writing_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Monke
     await here.end()
     assert len(writers) >= 2
     assert threading.current_thread() not in writers
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+async def test_a_run_that_goes_is_noticed_once_and_nothing_is_written_elsewhere(
+    tmp_path: Path, how: str
+) -> None:
+    run, rank, reasons = tmp_path / "run", Rank(), list[str]()
+    folder = run / "registry"
+    folder.mkdir(parents=True)
+    here = Heartbeat(folder, rank, on_lost=reasons.append)
+    await here.begin()
+    await until(lambda: rank.told >= 3)
+    assert reasons == []
+    if how == "removed":
+        shutil.rmtree(run)
+    else:
+        run.rename(tmp_path / "elsewhere")
+    if how == "replaced":
+        folder.mkdir(parents=True)
+    await until(lambda: reasons)
+    told = rank.told
+    await asyncio.sleep(0.1)
+    await here.end()
+    assert len(reasons) == 1 and str(run) in reasons[0]
+    assert rank.told == told and version(folder) == 0
+
+
+async def test_a_folder_that_cannot_be_seen_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system whose server is away for a while."""
+    watched = WatchedPath(tmp_path)
+
+    def away(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", away)
+        assert not watched.is_gone()
+    watched.close()
+    assert not watched.is_gone()

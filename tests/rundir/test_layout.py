@@ -90,7 +90,8 @@ def test_the_secret_is_made_once_for_its_owner_only(run: RunDir) -> None:
 @pytest.mark.parametrize("content", ["", "00" * 31, "zz" * 32, "\x00" * 64])
 def test_half_a_secret_is_no_secret(run: RunDir, content: str) -> None:
     """A key signed with it could be forged."""
-    (run.path / "secret.key").write_text(content)
+    run.secret.write_text(content)
+    run.secret.chmod(0o600)
     with pytest.raises(StartupError, match="delete it"):
         run.signing_secret()
 

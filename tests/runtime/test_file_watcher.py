@@ -5,11 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from any_agent.errors import ConfigError
 from any_agent.runtime.file_watcher import WatchedFile
+
+
+@pytest.fixture(autouse=True)
+def for_the_owner_alone() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 def number(content: bytes) -> int:
@@ -71,6 +80,20 @@ def test_what_is_broken_or_gone_goes_on_as_it_was(
     assert watched.get() == 22
 
 
+def test_a_file_that_others_may_read_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "n"
+    path.write_text("1")
+    watched = WatchedFile(path, number, 0, every=0.0)
+    path.write_text("2")
+    path.chmod(0o644)
+    assert [watched.get() for _ in range(3)] == [1, 1, 1]
+    assert len(caplog.records) == 1, "said once"
+    path.chmod(0o600)
+    assert watched.get() == 2
+
+
 def test_what_could_not_be_read_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,7 +103,7 @@ def test_what_could_not_be_read_is_read_later(
     watched = WatchedFile(path, number, 0, every=0.0)
     path.write_text("22")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", _too_many_files)
+        patch.setattr(os, "open", _too_many_files)
         assert [watched.get() for _ in range(3)] == [1, 1, 1]
     assert len(caplog.records) == 1, "said once"
     assert watched.get() == 22
@@ -102,11 +125,11 @@ def test_a_change_is_seen_where_what_is_told_of_files_is_old(
 def test_one_that_cannot_be_opened_at_the_start_is_not_missing(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(ConfigError):
         WatchedFile(path, number, 0)
 
 
-def _too_many_files(_: Path) -> bytes:
+def _too_many_files(*_: object, **__: object) -> int:
     raise OSError(errno.EMFILE, "Too many open files")
 
 

@@ -46,6 +46,26 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, headers=OWN, trust_env=False, timeout=10)
 
 
+def test_a_run_that_is_gone_is_told_to_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
+    run, reasons = tmp_path / "run", list[str]()
+    (run / "registry").mkdir(parents=True)
+    shown = TrainerHeartbeat(
+        run / "registry",
+        TrainerMetrics(dict),
+        signer=SIGNER,
+        ready=lambda: True,
+        on_lost=reasons.append,
+    )
+    with shown:
+        until(lambda: entry_in(run / "registry"))
+        run.rename(tmp_path / "elsewhere")
+        until(lambda: reasons)
+    assert str(run) in reasons[0]
+
+
 def test_the_entry_lives_as_long_as_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,8 +38,8 @@ from any_agent.rundir.registry import (
     read_entry,
     read_stamp,
 )
-from any_agent.runtime.atomic_files import owner_only
 from any_agent.runtime.command_line import guarded, say
+from any_agent.runtime.file_owner import own_file
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
@@ -234,7 +234,7 @@ def _address_of(run: RunDir, name: str, within: float) -> str:
 @contextmanager
 def _node_lock(run: RunDir, name: str) -> Iterator[int]:
     """Wait for the processes of an earlier start of this node to end; yield a locked file."""
-    with open(run.path / f"{name}.lock", "w", opener=owner_only) as file:
+    with open(run.path / f"{name}.lock", "a", opener=own_file) as file:
         deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
         while not locked(file):
             if time.monotonic() >= deadline:
