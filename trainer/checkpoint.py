@@ -49,8 +49,6 @@ from trainer.world import World, is_divided
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-_READABLE = (1, FORMAT)
-"""Format 1 had the consumed sessions of the caller's state in another form."""
 
 
 def save_checkpoint(
@@ -110,10 +108,10 @@ def load_checkpoint(
     config = config or PolicyConfig()
     extra = path / "trainer"
     saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
-    if saved["format"] not in _READABLE:
+    if saved["format"] != FORMAT:
         raise StartupError(
-            f"{path} has format {saved['format']}, but this version of any-agent reads formats up "
-            f"to {FORMAT}"
+            f"{path} has format {saved['format']}, but this version of any-agent reads format "
+            f"{FORMAT}"
         )
     adapter = saved.get("adapter")
     adapter_files.require_same_settings(path, adapter, config.lora)
@@ -132,8 +130,7 @@ def load_checkpoint(
         adapter_files.load_adapter(policy, path / adapter_files.FOLDER)
     _restore_optimizer(policy, extra, saved["optimizer"])
     policy.steps = saved["steps"]
-    # Absent in checkpoints of earlier versions.
-    policy.runner.choose_as(saved.get("pass_tokens", {}))
+    policy.runner.choose_as(saved["pass_tokens"])
     # Last: building the model drew random numbers.
     _restore_generators(load_file(extra / "rng.safetensors"), saved["generators"])
     return policy, saved["state"]

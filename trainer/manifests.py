@@ -18,15 +18,22 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from any_agent.config.training import NormalizeStd
 from any_agent.errors import AnyAgentError, ConfigError, TrainingError
 from any_agent.rollout import Consumed
 from any_agent.rundir.layout import numbered, write_json
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
 
-FORMAT = 1
+FORMAT = 2
 OptimizerSettings: TypeAlias = dict[str, float | tuple[float, float]]
+# fmt: off
+SETTINGS = (
+    "discount", "normalize_std", "dynamic_sampling", "max_row_tokens", "preset",
+    "advantage_estimator", "aggregation", "constant_length", "overlong_length", "overlong_buffer",
+    "overlong_penalty", "minibatches", "epochs_per_batch", "kl_reward_coef", "reference_model",
+)
+# fmt: on
+"""The settings of `train` that decide what a step does, beside those of loss and optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +41,6 @@ class Manifest:
     """One step: its sessions in their order, and all settings that decide what it does."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
-    SETTINGS: ClassVar = (
-        "discount",
-        "normalize_std",
-        "dynamic_sampling",
-        "max_row_tokens",
-        "preset",
-        "advantage_estimator",
-        "aggregation",
-        "constant_length",
-        "overlong_length",
-        "overlong_buffer",
-        "overlong_penalty",
-        "minibatches",
-        "epochs_per_batch",
-        "kl_reward_coef",
-        "reference_model",
-    )
-    """The fields that are settings of `train`."""
-
     step: int
     """The number of train steps once this one is made."""
     groups: list[list[str]]
@@ -65,44 +53,26 @@ class Manifest:
     versions: dict[int, int]
     """The train steps behind each weight version that sampled a token."""
     eta: int
-    discount: float
-    normalize_std: NormalizeStd
+    settings: dict[str, Any]
+    """The settings of `train` that the step was made with, :data:`SETTINGS`."""
+    loss: dict[str, Any]
+    """The fields of :class:`trainer.loss.LossConfig`."""
+    optimizer: OptimizerSettings
+    """The optimizer's settings in this step, with its learning rate."""
+    pass_tokens: dict[str, int]
+    """The passes that were chosen, :attr:`trainer.pass_runner.PassRunner.chosen`."""
     positions: list[int] = field(default_factory=list)
     """The items of the dataset that this step finishes: those of its groups, and those that were
     left out since the step before, because they gave nothing to train on."""
-    dynamic_sampling: str = "refill"
-    max_row_tokens: int | None = None
-    preset: str = "grpo"
-    """In earlier versions also the name of the estimator, where that was not set."""
-    advantage_estimator: str = ""
-    aggregation: str = "token"
-    constant_length: int | None = None
-    overlong_length: int | None = None
-    overlong_buffer: int | None = None
-    overlong_penalty: float | None = None
-    minibatches: int = 1
-    epochs_per_batch: int = 1
-    kl_reward_coef: float = 0.0
-    reference_model: str = ""
-    loss: dict[str, Any] = field(default_factory=dict)
-    """The fields of :class:`trainer.loss.LossConfig`."""
-    optimizer: OptimizerSettings = field(default_factory=dict)
-    """The optimizer's settings in this step, with its learning rate."""
     reference: dict[str, Any] | None = None
-    """The name and the weights of the reference model; None without one and in earlier versions."""
-    pass_tokens: dict[str, int] = field(default_factory=dict)
-    """The passes that were chosen, :attr:`trainer.pass_runner.PassRunner.chosen`."""
+    """The name and the weights of the reference model; None without one."""
     origin: dict[str, Any] | None = None
     """The result of :func:`trainer.origin.origin_of`; None of a trainer that began with a
-    checkpoint, and in earlier versions."""
+    checkpoint."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "advantage_estimator", self.advantage_estimator or self.preset)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of `train` that the step was made with."""
-        return {name: getattr(self, name) for name in self.SETTINGS}
+        if odd := self.settings.keys() ^ set(SETTINGS):
+            raise ValueError(f"settings: {', '.join(sorted(odd))} is missing or unknown")
 
     @property
     def sessions(self) -> list[str]:
@@ -243,13 +213,8 @@ class ConsumedSessions(dict[str, Consumed]):
         return {"consumed": _by_fate(self.items())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Add what :meth:`dump` returned, also that of an earlier version: reasons by session in
-        `consumed`, and steps by session in `steps`, which the first versions left out."""
-        consumed = state["consumed"]
-        if isinstance(consumed, Mapping):
-            steps = state.get("steps", {})
-            consumed = _by_fate((id, Consumed(steps.get(id), why)) for id, why in consumed.items())
-        for entry in consumed:
+        """Add what :meth:`dump` returned."""
+        for entry in state["consumed"]:
             self |= dict.fromkeys(entry["sessions"], Consumed(entry["step"], entry["rejected"]))
 
 

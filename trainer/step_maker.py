@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from any_agent.config import Config
 from any_agent.errors import TrainingError
 from trainer.batch import Group, TrainingBatch, training_batch, versions_in
 from trainer.from_config import loss_config, optimizer_settings, require_algorithm
 from trainer.loss import LossConfig
-from trainer.manifests import Manifest, ManifestStore
+from trainer.manifests import SETTINGS, Manifest, ManifestStore
 from trainer.policy import Policy, StepResult
 from trainer.publisher import WeightVersions
 from trainer.reference import reference_logprobs
@@ -54,7 +54,7 @@ class StepMaker:
             tokens=[],
             versions=dict(versions.steps_of(versions_in(groups))),
             eta=c.rollout.eta,
-            **{name: getattr(c.train, name) for name in Manifest.SETTINGS},
+            settings={name: getattr(c.train, name) for name in SETTINGS},
             positions=positions,
             loss=asdict(loss_config(c.train)),
             optimizer=optimizer_settings(c.train, step, self.last_step),
@@ -87,9 +87,7 @@ class StepMaker:
             return None
         policy.runner.choose_as(taken.pass_tokens)
         c = self._config.train.model_copy(update=taken.settings)
-        # A manifest of an earlier version lacks the settings of loss and optimizer.
-        loss = LossConfig(**taken.loss) if taken.loss else loss_config(c)
-        optimizer: Any = optimizer_settings(c, taken.step, self.last_step) | taken.optimizer
+        loss, optimizer = LossConfig(**taken.loss), cast("dict[str, Any]", taken.optimizer)
         if loss.kl_coef:
             self._checkpoints.load_reference(policy, c.reference_model, taken.reference)
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.errors import ConfigError, TrainingError
 from any_agent.rollout import Consumed
-from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
+from trainer.manifests import SETTINGS, ConsumedSessions, Manifest, ManifestStore
 
 ONE = Manifest(
     step=1,
@@ -22,8 +22,10 @@ ONE = Manifest(
     tokens=[3, 1],
     versions={0: 0, 7: -(10**9)},
     eta=2,
-    discount=0.9,
-    normalize_std="none",
+    settings=dict.fromkeys(SETTINGS) | {"discount": 0.9, "normalize_std": "none"},
+    loss={"clip": 0.2},
+    optimizer={"lr": 1e-3, "betas": (0.9, 0.95)},
+    pass_tokens={"cpu": 512},
 )
 
 
@@ -41,20 +43,6 @@ def test_there_and_back(manifests: ManifestStore) -> None:
     manifests.write(ONE)
     assert manifests.read(1) == ONE
     assert ONE.sessions == ["b", "a", "c"]
-
-
-def test_one_of_an_earlier_version(manifests: ManifestStore, tmp_path: Path) -> None:
-    """It knew GRPO alone, whose estimator went by the preset's name, and true or false."""
-    later = ("aggregation", "constant_length", "advantage_estimator")
-    data = {name: value for name, value in asdict(ONE).items() if name not in later}
-    data = {name: value for name, value in data.items() if not name.startswith("overlong")}
-    for before, now in ((True, "group"), (False, "none")):
-        text = json.dumps({"format": 1, **data, "normalize_std": before, "preset": "mine"})
-        (tmp_path / "step-00000001.json").write_text(text)
-        settings = manifests.read(1).settings
-        assert settings["normalize_std"] == now
-        assert settings["advantage_estimator"] == "mine"
-        assert (settings["aggregation"], settings["overlong_length"]) == ("token", None)
 
 
 def test_later_ones_belong_to_a_history_that_was_given_up(manifests: ManifestStore) -> None:
@@ -85,15 +73,18 @@ def test_those_that_no_resume_needs_go(manifests: ManifestStore) -> None:
     manifests.remove(9)
 
 
-WRONG = {"groups": 5, "trained": [1], "tokens": "x", "versions": {"a": 1}, "more": 1, "step": 2}
+WRONG: dict[str, Any] = {
+    "groups": 5, "trained": [1], "tokens": "x", "versions": {"a": 1}, "more": 1, "step": 2,
+    "settings": {"discount": 0.9}, "loss": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "{", "[]", "{}", "null", "\0" * 600, "\x8e"),
-        *(json.dumps({"format": 2}), json.dumps({"format": 1, "step": 1})),
-        *(json.dumps({"format": 1, **asdict(ONE), name: value}) for name, value in WRONG.items()),
+        *(json.dumps({"format": 1, **asdict(ONE)}), json.dumps({"format": 2, "step": 1})),
+        *(json.dumps({"format": 2, **asdict(ONE), name: value}) for name, value in WRONG.items()),
     ],
 )
 def test_a_file_that_is_no_manifest(manifests: ManifestStore, tmp_path: Path, text: str) -> None:
@@ -114,28 +105,6 @@ def consumed(steps: int) -> ConsumedSessions:
         ids = [f"ses-{k % 2}-{step:08x}{k:08x}" for k in range(64)]
         sessions.add(ids[2:], dict.fromkeys(ids[:2], "stale"), step)
     return sessions
-
-
-EARLIER = {"a": None, "b": "stale", "c": None}
-
-
-@pytest.mark.parametrize(
-    ("state", "steps"),
-    [
-        ({"consumed": EARLIER, "steps": {"a": 3, "b": 3}}, (3, 3, None)),
-        ({"consumed": EARLIER}, (None, None, None)),
-    ],
-    ids=["steps by session", "no steps"],
-)
-def test_sessions_of_an_earlier_versions_checkpoint(
-    state: dict[str, Any], steps: tuple[int | None, ...]
-) -> None:
-    sessions = ConsumedSessions()
-    sessions.load(state)
-    assert list(sessions) == ["a", "b", "c"]
-    assert sessions == {
-        id: Consumed(step, why) for (id, why), step in zip(EARLIER.items(), steps, strict=True)
-    }
 
 
 def test_a_checkpoints_sessions_are_read_back() -> None:

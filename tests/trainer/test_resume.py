@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from any_agent.errors import Conflict, NotFound, TrainingError
-from any_agent.rundir.checksums import write_manifest
 from any_agent.workflow import Episode
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Killed, Lab, config_of, killed, moments_of, outcome, same
@@ -455,27 +453,6 @@ def test_rejected_sessions_of_a_step_are_consumed_too(settings: list[str]) -> No
     assert again.trainer._consumed == lab.trainer._consumed
     assert again.trainer._executor is not None
     assert replace(pair("a")[0]).session_id in again.trainer._consumed
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(settings: list[str]) -> None:
-    config = config_of(settings, *RUN)
-    lab = Lab(config, [[*pair("a"), *pair("odd", untrainable="x")], pair("b")])
-    lab.trainer.train()
-    assert lab.trainer.checkpoint is not None
-    path = lab.trainer.checkpoint / "trainer" / "state.json"
-    document = json.loads(path.read_text())
-    taken = lab.trainer._consumed.items()
-    document["format"] = 1
-    document["state"] |= {
-        "consumed": {id: one.rejected for id, one in taken},
-        "steps": {id: one.step for id, one in taken},
-    }
-    path.write_text(json.dumps(document))
-    write_manifest(lab.trainer.checkpoint)
-    again = Lab(config, [], before=lab)
-    again.trainer._load()
-    assert again.trainer.policy.steps == 2
-    assert list(again.trainer._consumed.items()) == list(taken)
 
 
 def test_weights_that_a_rank_lost_are_given_to_it_again(settings: list[str]) -> None:
