@@ -99,22 +99,31 @@ class RedisLog:
         return int(self.options.lease * 1000)
 
     def claim(self, dead_owner: str = "") -> Head | Held:
-        """Take the lease if nobody has it, or only a process known to be dead."""
+        """Take the lease if nobody has it, or only a process known to be dead.
+
+        StartupError if the log's head has what no process of this program writes.
+        """
         arguments = [self.owner, dead_owner or "-", self._lease_ms]
         answer = self._claim(keys=self.keys[:1], args=arguments)
         if len(answer) == 2:
             return Held(answer[0].decode(), int(answer[1]) / 1000)
-        fields = {answer[i].decode(): answer[i + 1].decode() for i in range(0, len(answer), 2)}
-        self._turn = int(fields["turn"])
-        return Head(
-            claim=self._turn,
-            seq=int(fields.get("seq", 0)),
-            base=int(fields.get("base", 0)),
-            home=fields.get("home", ""),
-            run=fields.get("run", ""),
-            schema=int(fields.get("schema", 0)),
-            snapshot=fields.get("snapshot", ""),
-        )
+        try:
+            fields = {answer[i].decode(): answer[i + 1].decode() for i in range(0, len(answer), 2)}
+            self._turn = int(fields["turn"])
+            return Head(
+                claim=self._turn,
+                seq=int(fields.get("seq", 0)),
+                base=int(fields.get("base", 0)),
+                home=fields.get("home", ""),
+                run=fields.get("run", ""),
+                schema=int(fields.get("schema", 0)),
+                snapshot=fields.get("snapshot", ""),
+            )
+        except ValueError as error:
+            raise StartupError(
+                f"the log at {self.where} has a head that no any-agent wrote ({error}): restore "
+                "the server from its backup, or choose another --trial"
+            ) from error
 
     def replay(self, connection: sqlite3.Connection, head: Head, seq: int) -> int:
         """Run the commits after ``seq`` on a file; return their number.
@@ -125,10 +134,10 @@ class RedisLog:
         for batch in self._read_after(seq):
             connection.execute("BEGIN IMMEDIATE")
             try:
-                for number, lines in batch:
+                for number, fields in batch:
                     if number != seq + 1:
                         raise self._gap(seq + 1, number)
-                    run_lines(connection, lines)
+                    run_lines(connection, msgpack.unpackb(fields[b"d"], use_list=False))
                     seq, done = number, done + 1
                 set_place(connection, head.run, seq)
                 connection.execute("COMMIT")
@@ -152,16 +161,13 @@ class RedisLog:
             "the server from its backup"
         )
 
-    def _read_after(self, seq: int) -> Iterator[list[tuple[int, Any]]]:
+    def _read_after(self, seq: int) -> Iterator[list[tuple[int, dict[bytes, bytes]]]]:
         first = f"({seq}-{2**64 - 1}"
         while True:
             entries: Any = self.client.xrange(self.keys[1], first, "+", count=_READ_AT_ONCE)
             if not entries:
                 return
-            yield [
-                (int(id.partition(b"-")[0]), msgpack.unpackb(fields[b"d"], use_list=False))
-                for id, fields in entries
-            ]
+            yield [(int(id.partition(b"-")[0]), fields) for id, fields in entries]
             first = f"({entries[-1][0].decode()}"
 
     def begin(self, run: str, seq: int) -> None:

@@ -1,0 +1,136 @@
+"""What a start finds damaged, or another's, in Redis and in the run's folder: it is named, and
+nothing of it is overwritten."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import StartupError
+from proxy_ext.journal.statements import set_place
+from tests.support.redis_journal import Machine, elsewhere, ids, log_key, put, stop
+from tests.support.redis_server import RedisServer
+
+Spoil = Callable[[Path], None]
+
+
+def cut(snapshot: Path) -> None:
+    snapshot.write_bytes(snapshot.read_bytes()[:5000])
+
+
+def overwrite(snapshot: Path) -> None:
+    raw = bytearray(snapshot.read_bytes())
+    raw[16384:65536] = b"\xa5" * 49152
+    snapshot.write_bytes(bytes(raw))
+
+
+def later_schema(snapshot: Path) -> None:
+    with closing(sqlite3.connect(snapshot)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+        connection.commit()
+
+
+def empty(snapshot: Path) -> None:
+    snapshot.write_bytes(b"")
+
+
+async def lost_machine(folder: Path, server: RedisServer) -> Path:
+    """A machine that is lost after three sessions; return the run's snapshot."""
+    journal = Machine(folder, server.url, "a").open()
+    await put(journal, "s1", "s2", "s3")
+    stop(journal)
+    (snapshot,) = (folder / "runs").rglob("*.snapshot")
+    return snapshot
+
+
+def head(server: RedisServer) -> dict[bytes, bytes]:
+    """All of the head but the lease, which a try to start may take."""
+    with server.client() as client:
+        found: dict[bytes, bytes] = client.hgetall(log_key(server).replace(b":log", b":head"))
+    return {name: value for name, value in found.items() if name not in LEASE_FIELDS}
+
+
+LEASE_FIELDS = (b"owner", b"until", b"turn")
+
+
+@pytest.mark.parametrize("spoil", [cut, overwrite, later_schema, empty])
+async def test_a_damaged_snapshot_is_named_and_kept(
+    tmp_path: Path, server: RedisServer, spoil: Spoil
+) -> None:
+    snapshot = await lost_machine(tmp_path, server)
+    whole, before = snapshot.read_bytes(), head(server)
+    spoil(snapshot)
+    spoilt = snapshot.read_bytes()
+    for _ in range(2):
+        with pytest.raises(StartupError) as refused:
+            await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
+        assert "snapshot" in refused.value.message or "99" in refused.value.message
+    assert snapshot.read_bytes() == spoilt
+    assert head(server) == before
+    # Put back from a backup, it loses nothing.
+    snapshot.write_bytes(whole)
+    assert await elsewhere(tmp_path, server.url, "c") == ["s1", "s2", "s3"]
+
+
+async def test_the_snapshot_of_another_run_is_not_taken(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    snapshot = await lost_machine(tmp_path, server)
+    with closing(sqlite3.connect(snapshot)) as connection:
+        set_place(connection, "another", 1)
+        connection.commit()
+    with pytest.raises(StartupError) as refused:
+        await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
+    assert str(snapshot) in refused.value.message
+
+
+STRANGE: list[Callable[[Any, bytes, bytes], Any]] = [
+    lambda client, head, log: client.set(head, "another program's"),
+    lambda client, head, log: client.hset(head, mapping={"seq": "many"}),
+    lambda client, head, log: client.hset(head, mapping={"run": "another", "base": "7"}),
+    lambda client, head, log: client.hset(head, mapping={"turn": "never"}),
+    lambda client, head, log: (client.delete(log), client.set(log, "another program's")),
+    lambda client, head, log: client.xadd(log, {"x": "another program's"}),
+    lambda client, head, log: client.xadd(log, {"d": b"\xc1 no msgpack"}),
+]
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=range(len(STRANGE)))
+async def test_another_programs_keys_are_named_and_kept(
+    tmp_path: Path, server: RedisServer, strange: Callable[[Any, bytes, bytes], Any]
+) -> None:
+    await lost_machine(tmp_path, server)
+    log = log_key(server)
+    name = log.replace(b":log", b":head")
+    with server.client() as client:
+        client.hset(name, mapping={"until": "0"})
+        strange(client, name, log)
+        before = client.dump(log)
+    with pytest.raises(StartupError) as refused:
+        await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
+    assert name.decode() in refused.value.message or "snapshot" in refused.value.message
+    with server.client() as client:
+        assert client.dump(log) == before
+
+
+async def test_a_clock_that_is_off_by_minutes_gives_no_rank_away(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are judged by the server's clock alone."""
+    journal = Machine(tmp_path, server.url, "a").open()
+    real = time.time
+    for minutes in (10, -10):
+        monkeypatch.setattr(time, "time", lambda off=60 * minutes: real() + off)
+        with pytest.raises(StartupError):
+            await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
+        await put(journal, f"s{minutes}")
+    assert await ids(journal) == ["s10", "s-10"]
+    await journal.close()
+    assert await elsewhere(tmp_path, server.url) == ["s10", "s-10"]
