@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Literal
 
@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
@@ -40,7 +39,7 @@ from proxy_ext.api.rl.strict_body import Anyone
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
-from proxy_ext.litellm_app import ConfiguredLiteLLMApp, LiteLLMApp
+from proxy_ext.litellm_app import ConfiguredLiteLLMApp
 from proxy_ext.litellm_gate import LiteLLMGate
 from proxy_ext.metrics import exposition
 from proxy_ext.service import open_service
@@ -149,15 +148,14 @@ def create_app(
     training: bool,
     engine_wait: float = 0.0,
     shape: ModelFingerprint | None = None,
-    load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: litellm_shim.LiteLLMProvider | None = None,
     journal_url: str | None = None,
 ) -> RankApp:
     """Return the ASGI app of a rank.
 
     ``shape`` is the fingerprint of the model that the engine must have; ``journal_url`` replaces
-    the run folder's journal. ``load_litellm`` and ``provider`` are for tests. ConfigError for
-    frozen models that cannot be used.
+    the run folder's journal. ``provider`` is for tests. ConfigError for frozen models that
+    cannot be used.
     """
     configured = None
     if config.litellm.config is not None:
@@ -169,7 +167,6 @@ def create_app(
             vetoes=config.litellm.policy_vetoes,
             on_refused=lambda error: rank_app.refuse(error),
         )
-    litellm = configured or LiteLLMApp(load_litellm)
     if provider is None:
         provider = litellm_shim.load_provider(config.frozen.model_list)
     if provider is not None:
@@ -178,7 +175,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(litellm.lifespan())
+            if configured is not None:
+                await stack.enter_async_context(configured.lifespan())
             opened = open_service(
                 config,
                 chat,
@@ -222,7 +220,6 @@ def create_app(
     describe(app)
     rank_app = RankApp(
         ours,
-        litellm,
         auth=lambda: app.state.service.auth,
         audit=lambda: app.state.service.audit,
         server=config.server,

@@ -81,7 +81,7 @@ class Fence:
         if epoch is not None and epoch < self.epoch:
             raise StaleOwner(
                 f"start {self.epoch} of the trainer has taken over from start {epoch}, which must "
-                "end; if it is in fact the latest, raise the number in the run's trainer.epoch"
+                "end; if it is in fact the latest, start it again, and it gets a higher number"
             )
 
 

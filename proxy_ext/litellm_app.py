@@ -1,6 +1,5 @@
-"""LiteLLM's app in a rank. Without a configuration of its own it is imported at its first request:
-the import takes 235 MB and ten seconds of CPU, by which a killed rank would be back later. With one
-it starts beside the policy's calls, which do not wait for it."""
+"""LiteLLM's app in a rank, with an operator's configuration; without one there is none. It starts
+beside the policy's calls, which do not wait for it: its import takes ten seconds of CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from any_agent.runtime.metrics import RegisteredMetrics
 from any_agent.types import Message
 from proxy_ext import litellm_keys, litellm_policy, litellm_proxy
 from proxy_ext.litellm_policy import METRICS_PREFIX, PolicyEvent
-from proxy_ext.litellm_shim import lifespan, load_app, warm_up
+from proxy_ext.litellm_shim import lifespan, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ _RETRY_AFTER = 30.0
 class LiteLLMApp:
     """An ASGI app over LiteLLM's, which it loads at its first request."""
 
-    def __init__(self, load: Callable[[], Any] = load_app) -> None:
+    def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._started: asyncio.Task[ASGIApp] | None = None
         self._stack = AsyncExitStack()

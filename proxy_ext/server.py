@@ -43,6 +43,7 @@ def entry_of(service: RankService, *, url: str, boot_id: str) -> RegistryEntry:
             waiting=service.sessions.admission.waiting,
             calls=len(service.calls),
         ),
+        epoch=service.fence.epoch,
         led=service.sessions.admission.limited,
         retired=service.opening.retired,
         unfinished=service.unfinished,

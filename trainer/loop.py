@@ -21,6 +21,7 @@ from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import Registry
 from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.disk_space import DiskSpace, DiskWaitEnded
 from trainer.batch import (
@@ -159,7 +160,9 @@ class TrainingLoop:
         """
         self._load()
         try:
-            self._epoch = self._write(self.dir.next_epoch, "the trainer's epoch")
+            self._epoch = self._write(
+                lambda: self.dir.next_epoch(self._seen_epoch()), "the trainer's epoch"
+            )
             self.loaded = True
             self._executor.start()
             with ExitStack() as stack:
@@ -176,6 +179,12 @@ class TrainingLoop:
             # As after a kill: what is not saved is made again from the manifests.
             log.warning("stopped at step %d without a checkpoint: %s", self.policy.steps, wait)
             return False
+
+    def _seen_epoch(self) -> int:
+        """Return the highest number of a start that the ranks, which are up, know of."""
+        registry = Registry(self.dir.registry)
+        registry.refresh()
+        return max((entry.epoch for entry in registry.entries()), default=0)
 
     def _run(self) -> None:
         self.policy.clock.start()

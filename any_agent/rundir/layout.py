@@ -8,7 +8,7 @@
     engine-key.yaml   the key of the engines of this start
     keys.json         the keys of operators, trainers and tenants, hashed
     audit/            changes to the run and to sessions, and refusals, with their callers
-    trainer.epoch     the number of starts of the trainer
+    trainer.epoch     the number of the trainer's latest start
     lock              a file that is locked while a service uses the folder
     format            the layout's number, so that another version's folder is refused by name
     registry/         the addresses of the live parts, written by each part itself
@@ -301,20 +301,19 @@ class RunDir:
         with open(self.path / "lock", "a", opener=own_file) as file:
             return not locked(file)
 
-    def next_epoch(self) -> int:
+    def next_epoch(self, seen: int) -> int:
         """Return a number above that of every earlier start of the trainer, stored durably.
 
-        The ranks distinguish trainers by it. A user who removes the file must remove the ranks'
-        journals, too, or continue above the numbers in them.
+        The ranks distinguish trainers by it. ``seen`` is the highest number that their journals
+        have, so that a file that is gone, or damaged, changes nothing.
         """
         path = self.path / "trainer.epoch"
         with open(self.path / "trainer.lock", "a", opener=own_file) as file:
             # Even two trainers that run at once get two numbers.
             fcntl.flock(file, fcntl.LOCK_EX)
-            text = path.read_text(encoding="utf-8") if path.exists() else "0"
-            if not text.strip().isdecimal():
-                raise StartupError(f"{path} holds no number: remove it with the run's journals")
-            epoch = int(text) + 1
+            text = path.read_text("ascii", "replace").strip() if path.exists() else "0"
+            stored = int(text) if re.fullmatch("[0-9]{1,15}", text) else 0
+            epoch = max(stored, seen) + 1
             write_atomic(path, f"{epoch}\n")
         return epoch
 

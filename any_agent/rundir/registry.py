@@ -74,6 +74,8 @@ class RegistryEntry(BaseModel):
     version: int = 0
     """The weight version that the rank serves."""
     load: PartLoad = PartLoad()
+    epoch: int = 0
+    """The number of the latest start of the trainer that the rank's journal has."""
     led: bool = False
     """A trainer has set the rank's limit lately, so it gives the rank each new version."""
     admits: bool = True

@@ -115,9 +115,8 @@ _FIXED |= {path for _, path in RULES if "{" not in path}
 _OPEN = {path: compile_path(path)[0] for _, path in RULES if "{" in path}
 
 LITELLM_ALIVE = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
-"""The routes that LiteLLM's own app answers without a configuration, to holders of a key; we answer
-the others, so that nobody without a key makes a rank import it. Its other routes exist for no key.
-"""
+"""The routes of LiteLLM that we answer as it would, with any key and without one: a probe must not
+make a rank import it. Without a configuration its other routes exist for no key."""
 LITELLM_SCOPES = {"inference": AGENTS, "admin": frozenset({Scope.ADMIN})}
 
 

@@ -123,11 +123,7 @@ async def test_kill_9(tiny_model_dir: Path, tmp_path: Path) -> None:
 
 
 async def litellm_behind_the_allowlist(url: str) -> None:
-    # The first request to it imports it.
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        response = await http.get("/health/liveliness")
-        assert response.status_code == 200
-        assert "alive" in response.text
         for path in (
             "/settings",
             "/routes",

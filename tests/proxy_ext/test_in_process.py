@@ -16,7 +16,7 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.app import create_app
-from tests.support.proxy import LIMIT, Proxy, litellm_stand_in, until
+from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -282,7 +282,6 @@ async def test_an_app_that_does_not_run_is_told_as_that(start: Start) -> None:
         engine_url="http://127.0.0.1:1",
         public_url="http://127.0.0.1:2",
         training=True,
-        load_litellm=litellm_stand_in,
     )
     assert app.engine is app.engine, "a script may hand it on before the start"
     with pytest.raises(ServiceUnavailable, match="this app is not running"):

@@ -66,6 +66,36 @@ def test_a_proxy_that_serves_has_not_imported_it() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+LIVENESS = """
+import asyncio, sys, types
+import httpx
+from any_agent.config import Config
+from proxy_ext.app import create_app
+
+urls = {"engine_url": "http://127.0.0.1:1", "public_url": "http://127.0.0.1:2"}
+app = create_app(Config(), None, rank=0, training=True, **urls)
+access = types.SimpleNamespace(open_mode=False)
+app._auth = lambda: types.SimpleNamespace(access=access)
+
+async def ask():
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rank") as http:
+        for path in ("/health/liveness", "/health/liveliness"):
+            headers = {"authorization": "Bearer sk-v1.0.key"}
+            print((await http.get(path, headers=headers)).status_code, "litellm" in sys.modules)
+
+asyncio.run(ask())
+"""
+
+
+@pytest.mark.service
+def test_liveness_with_a_key_imports_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIVENESS], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["200 False"] * 2, done.stderr
+
+
 async def test_a_load_that_failed_is_tried_again() -> None:
     faults = [ImportError("not there")]
 

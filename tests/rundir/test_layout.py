@@ -35,7 +35,7 @@ def test_where_files_lie(run: RunDir, tmp_path: Path) -> None:
 def test_all_of_it_is_its_owners(run: RunDir) -> None:
     run.signing_secrets()
     with run.lock():
-        run.next_epoch()
+        run.next_epoch(0)
     for path in (run.path, *run.path.rglob("*")):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
     run.logs.chmod(0o750)
@@ -108,11 +108,24 @@ def test_json_is_replaced_whole(run: RunDir) -> None:
 
 
 def test_each_start_of_the_trainer_has_a_number_of_its_own(run: RunDir) -> None:
-    assert [run.next_epoch() for _ in range(3)] == [1, 2, 3]
-    assert RunDir(run.path).next_epoch() == 4
-    (run.path / "trainer.epoch").write_text("x")
-    with pytest.raises(StartupError, match="holds no number"):
-        run.next_epoch()
+    assert [run.next_epoch(0) for _ in range(3)] == [1, 2, 3]
+    assert RunDir(run.path).next_epoch(2) == 4
+
+
+@pytest.mark.parametrize("content", ["", "x", "4\x00\x00", "1", "-3", "9" * 400, "\xff", None])
+def test_the_number_of_a_start_is_above_what_the_journals_have(
+    run: RunDir, content: str | None
+) -> None:
+    """Where the file was emptied by a crash, cut off or removed."""
+    path = run.path / "trainer.epoch"
+    for _ in range(3):
+        run.next_epoch(0)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content, encoding="latin-1")
+    assert run.next_epoch(41) == 42
+    assert run.next_epoch(0) == 43
 
 
 def test_a_file_system_without_locks_is_told(

@@ -176,7 +176,7 @@ def test_no_lock_follows_a_link(place: Place, name: str, owner: int) -> None:
     os.chown(place.run.path / name, owner, 0, follow_symlinks=False)
     use: dict[str, Callable[[], object]] = {
         "lock": lambda: place.run.lock().__enter__(),
-        "trainer.lock": place.run.next_epoch,
+        "trainer.lock": lambda: place.run.next_epoch(0),
         "keys.json.lock": lambda: locked(place.run.keys).__enter__(),
     }
     with pytest.raises(ConfigError):

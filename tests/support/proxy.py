@@ -84,7 +84,6 @@ def our_app() -> Any:
         engine_url="http://127.0.0.1:1",
         public_url="http://127.0.0.1:2",
         training=True,
-        load_litellm=litellm_stand_in,
     )
     return front._ours.app  # type: ignore[attr-defined]
 
@@ -219,7 +218,6 @@ async def running_proxy(
         engine_url=engine_url,
         public_url=url,
         training=training,
-        load_litellm=litellm_stand_in,
         **fields,
     )
     options = uvicorn.Config(

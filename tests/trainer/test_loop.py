@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from any_agent.errors import ServiceUnavailable, TrainingError
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.workflow import Episode
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, moments_of, same
@@ -60,6 +61,24 @@ def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> Non
     assert lab.trainer.checkpoint.name == "step-00000001"
     assert lab.executor.acks == [(["p0-good", "p0-bad"], {})]
     assert lab.service.states == [("training", 0)]
+
+
+@pytest.mark.parametrize("content", ["", "x", "1"])
+def test_a_start_has_a_higher_number_than_the_ranks_journals(
+    settings: list[str], content: str
+) -> None:
+    """Its file may have been emptied by a crash: with an earlier number the ranks refuse it."""
+    lab = Lab(config_of(settings, "train.steps=1"), [pair("p0")])
+    run = lab.trainer.dir
+    run.create()
+    for rank, seen in enumerate((7, 3)):
+        entry = RegistryEntry(
+            name=f"rank-{rank}", boot_id="b", url="http://unused", pid=1, epoch=seen
+        )
+        publish(run.registry, entry)
+    (run.path / "trainer.epoch").write_text(content)
+    lab.trainer.train()
+    assert (run.path / "trainer.epoch").read_text() == "8\n"
 
 
 @pytest.mark.parametrize("how", ["silent", "refusing"])

@@ -92,8 +92,7 @@ at once. Groups are a tenant's own, too: two tenants' `group_id` may be the same
   `session_mismatch`, whether or not that session exists; the key's earlier sessions may be named.
 - 404 `not_found`: no such route. Without `litellm.config` LiteLLM's own routes answer so, too, for
   every key, except """
-TABLE_HEAD = """  LiteLLM's app, which a rank imports then, answers these to the holder of a key;
-  the rank itself answers others. With it they are served by scope:
+TABLE_HEAD = """  The rank answers these, with any key. With it the others are served by scope:
   [litellm.md](../how-to/litellm.md#keys-and-routes).
 
 ## Routes

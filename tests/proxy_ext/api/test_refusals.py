@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from any_agent.auth.key_store import create_key
+from any_agent.launcher.trial import trial_dir
 from tests.support.proxy import HELLO, Proxy, signer
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -445,13 +447,6 @@ async def test_admin_key_mode(start: Start) -> None:
 
 
 async def test_allowlist(proxy: Proxy) -> None:
-    key = {"authorization": f"Bearer {(await proxy.open())['api_key']}"}
-    response = await proxy.http.get("/health/liveliness", headers=key)
-    assert (response.status_code, response.text) == (200, "litellm /health/liveliness")
-    # Nobody without a key makes a rank import it.
-    for stranger in ({}, {"authorization": "Bearer sk-v1.0.forged"}, {"x-api-key": "DUMMY"}):
-        response = await proxy.http.get("/health/liveness", headers=stranger)
-        assert (response.status_code, response.json()) == (200, "I'm alive!")
     for path in (
         "/settings",
         "/routes",
@@ -468,6 +463,18 @@ async def test_allowlist(proxy: Proxy) -> None:
             refusal(response, 404, "not_found", "no route")
     response = await proxy.http.get(CHAT)
     assert response.status_code == 405
+
+
+async def test_liveness_is_answered_with_any_key(start: Start) -> None:
+    proxy = await start("server.admin_key=operator-secret")
+    tenant, _ = create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="alice")
+    session = await proxy.open(mode="eval")
+    async with httpx.AsyncClient(base_url=proxy.url) as http:
+        for key in ("operator-secret", tenant, session["api_key"], "sk-v1.0.forged", ""):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            for path in ("/health/liveliness", "/health/liveness"):
+                response = await http.get(path, headers=headers)
+                assert (response.status_code, response.json()) == (200, "I'm alive!")
 
 
 @pytest.mark.parametrize("settings", [(), ("server.admin_key=operator-secret",)])

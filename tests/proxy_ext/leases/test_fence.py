@@ -11,6 +11,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.protocol.rl import EPOCH_HEADER
 from any_agent.protocol.training import Rejection
+from proxy_ext.server import entry_of
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -56,6 +57,7 @@ async def test_it_is_kept_out_after_a_restart(start: Start) -> None:
         await new.set_capacity(limit=3, ttl=60, owner="new", held=[])
     # As after a kill: the journal is all that there is.
     again = await start()
+    assert entry_of(again.service, url="u", boot_id="b").epoch == 5
     async with trainer(again, 4) as old, trainer(again, 6) as newer:
         with pytest.raises(StaleOwner):
             await old.lease(owner="old", wait=0)

@@ -182,7 +182,6 @@ def serve_proxy(
     from proxy_ext.app import create_app
     from proxy_ext.journal import redis as redis_journal
     from proxy_ext.web.protocol import BoundedProtocol
-    from tests.support.proxy import litellm_stand_in
 
     if machine:
         redis_journal._machine = redis_journal._boot = lambda: machine
@@ -194,7 +193,6 @@ def serve_proxy(
         engine_url=engine_url,
         public_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
         training=True,
-        load_litellm=litellm_stand_in,
     )
     options = uvicorn.Config(
         app, http=BoundedProtocol, loop="uvloop", lifespan="on", access_log=False, log_config=None
