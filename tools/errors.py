@@ -109,12 +109,10 @@ def main() -> int:
     if "--write" in sys.argv[1:]:
         GOLDEN.write_text(new, encoding="utf-8")
         return 0
-    print(
-        *difflib.unified_diff(old.split("\n"), new.split("\n"), n=0, lineterm=""), sep="\n", end=""
-    )
-    if old != new:
-        print("\nif these sentences are as you mean them: python tools/errors.py --write")
-    return int(old != new)
+    changes = [*difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")]
+    if changes:
+        print(*changes, "if you mean these sentences: python tools/errors.py --write", sep="\n")
+    return int(bool(changes))
 
 
 if __name__ == "__main__":
