@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from any_agent.demo.look_back import draw
 from tests.support.demo import step
+from tests.support.errors import fails_with
 
 
 def test_what_is_drawn() -> None:
@@ -31,5 +30,5 @@ def test_the_scale_holds_rewards_below_zero() -> None:
 
 
 def test_no_steps_no_curve() -> None:
-    with pytest.raises(ValueError, match="no step"):
+    with fails_with(ValueError, "step"):
         draw([], before=0.0, after=0.0, title="")

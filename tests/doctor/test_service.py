@@ -13,6 +13,7 @@ import pytest
 from any_agent.cli.main import main
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
+from tests.support.errors import fails_with
 from tests.support.middleman import between
 from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine, proxy_process, write_config
@@ -90,7 +91,7 @@ async def test_a_session_is_ended_whatever_happens(
         raise RuntimeError("boom")
 
     monkeypatch.setattr("any_agent.doctor.service._verdict", explode)
-    with pytest.raises(RuntimeError, match="boom"):
+    with fails_with(RuntimeError, "boom"):
         await service_laws(service, None)
     listed = await asyncio.to_thread(sessions, service)
     assert {s["state"] for s in listed} == {"aborted"}

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import any_agent
+from tests.support.errors import fails_with
 
 PUBLIC = [
     "AgentRunner",
@@ -68,7 +69,7 @@ def test_each_name_is_there(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="NoSuchName"):
+    with fails_with(AttributeError, "NoSuchName"):
         _ = any_agent.NoSuchName
 
 
@@ -80,5 +81,5 @@ def test_star_import() -> None:
 
 @pytest.mark.parametrize("name", any_agent._ABSENT)
 def test_areals_names_without_a_counterpart_say_what_to_do(name: str) -> None:
-    with pytest.raises(ImportError, match=f"any_agent has no {name}: "):
+    with fails_with(ImportError, f"any_agent has no {name}"):
         exec(f"from any_agent import {name}")

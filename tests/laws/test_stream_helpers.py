@@ -18,6 +18,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from tests.support.errors import fails_with
 from tests.support.families import Call, Family, family
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.service import Lab, lab_of
@@ -211,7 +212,7 @@ async def test_a_stream_that_breaks_is_no_answer(lab: Lab) -> None:
             assert last.type == "response.failed"
             assert last.response.error is not None and last.response.error.message
             # What it raises for want of a complete one.
-            with pytest.raises(RuntimeError, match="completed"):
+            with fails_with(RuntimeError, "completed"):
                 await stream.get_final_response()
         lab.engine.fail("nan", after=3)
         lab.engine.say(said)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.runtime.file_watcher import WatchedFile
+from tests.support.errors import fails_with
 
 
 def number(content: bytes) -> int:
@@ -113,5 +114,5 @@ def _too_many_files(_: Path) -> bytes:
 def test_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("x")
-    with pytest.raises(ValueError, match="invalid literal"):
+    with fails_with(ValueError, "invalid literal"):
         WatchedFile(path, number, 0)

@@ -10,6 +10,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.ports import accept_on, free_port, keep, port_of, reserve, url_of
+from tests.support.errors import fails_with
 from tests.support.other_user import as_nobody
 
 
@@ -17,16 +18,15 @@ def test_a_port_in_use_is_named() -> None:
     with reserve("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"):
+        with fails_with(ConfigError, f"127.0.0.1:{port}", "in use"):
             reserve("127.0.0.1", port)
     reserve("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize("host", ["a..b", "fe80::zz", "192.0.2.1"])
 def test_an_address_that_is_not_ours(host: str) -> None:
-    with pytest.raises(ConfigError, match="cannot listen on") as raised:
+    with fails_with(ConfigError, f"{host}:0"):
         reserve(host, 0)
-    assert f"{host}:0" in raised.value.message
 
 
 def test_free_ports_can_be_listened_on() -> None:
@@ -119,7 +119,7 @@ def only_port(some: socket.socket, port: int) -> None:
 def test_a_port_that_is_listened_on_cannot_be_reserved() -> None:
     with reserve("127.0.0.1", 0) as other:
         other.listen()
-        with pytest.raises(ConfigError, match="cannot listen on"):
+        with fails_with(ConfigError, "127.0.0.1:", "in use"):
             reserve("127.0.0.1", other.getsockname()[1])
 
 
@@ -128,9 +128,7 @@ def test_of_two_that_reserve_a_port_the_first_to_listen_has_it() -> None:
         port = first.getsockname()[1]
         with reserve("127.0.0.1", port) as second:
             accept_on(first, 8)
-            with pytest.raises(
-                ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"
-            ):
+            with fails_with(ConfigError, f"127.0.0.1:{port}", "in use"):
                 accept_on(second, 8)
 
 
@@ -150,5 +148,5 @@ def test_a_kept_port_has_one_listener() -> None:
     """Two programs that share it would get each other's requests."""
     with keep("127.0.0.1") as kept, reserve("127.0.0.1", port_of(kept)) as first:
         first.listen()
-        with pytest.raises(ConfigError, match="cannot listen on"):
+        with fails_with(ConfigError, f"127.0.0.1:{port_of(kept)}"):
             reserve("127.0.0.1", port_of(kept))
