@@ -8,6 +8,7 @@ import yaml
 
 from any_agent.config import SECRETS, Config, known_keys, load_config, load_resolved
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 
 def write(folder: Path, data: Any) -> Path:
@@ -55,19 +56,18 @@ def test_an_unknown_key_is_refused_with_the_nearest(
     variable = f"ANY_AGENT_{section}__{leaf}".upper()
     environ = {variable: "1"} if source == "environment" else {}
     overrides = [f"{key}=1"] if source == "command line" else []
-    with pytest.raises(ConfigError) as raised:
+    with fails_with(ConfigError, says):
         load_config(path, overrides, environ)
-    assert says in raised.value.message
 
 
 def test_a_root_key_that_belongs_to_a_section(tmp_path: Path) -> None:
     for path, overrides in ((None, ["port=1"]), (write(tmp_path, {"port": 1}), [])):
-        with pytest.raises(ConfigError, match=r"unknown key port: did you mean server\.port\?"):
+        with fails_with(ConfigError, "unknown key port", "server.port"):
             load_config(path, overrides, {})
 
 
 def test_single_underscores_in_the_environment() -> None:
-    with pytest.raises(ConfigError, match="did you mean ANY_AGENT_TRAIN__LR"):
+    with fails_with(ConfigError, "ANY_AGENT_TRAIN__LR"):
         load_config(None, [], {"ANY_AGENT_TRAIN_LR": "1"})
     # Not a setting of the service's.
     assert load_config(None, [], {"ANY_AGENT_URL": "x"}) == load_config(None, [], {})
@@ -99,9 +99,8 @@ def test_single_underscores_in_the_environment() -> None:
     ],
 )
 def test_a_bad_value_names_its_key(override: str, says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with fails_with(ConfigError, says) as raised:
         load_config(None, [override], {})
-    assert says in raised.value.message
     assert raised.value.exit_code == 2
 
 
@@ -121,7 +120,7 @@ def test_an_empty_admin_key_is_refused(tmp_path: Path) -> None:
     """It would open the service to everybody; a variable that is not set expands to it."""
     path = write(tmp_path, {"server": {"host": "0.0.0.0", "admin_key": ""}})
     for file, environ in ((path, {}), (None, {"ANY_AGENT_SERVER__ADMIN_KEY": ""})):
-        with pytest.raises(ConfigError, match="8 to 256 printable"):
+        with fails_with(ConfigError, "8 to 256"):
             load_config(file, [], environ)
     assert load_config(None, ["server.admin_key=null"], {}).server.admin_key is None
 
@@ -167,23 +166,22 @@ def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("- a", "mapping"),
-        ("a: [", "not valid YAML"),
+        ("a: [", "YAML"),
         ("5", "mapping"),
         # YAML itself keeps the last one.
-        ("train: {lr: 1.0e-5}\nrollout: {eta: 1}\ntrain: {steps: 7}\n", "train .* lines 1 and 3"),
-        ("train:\n  lr: 3.0e-5\n  lr: 1.0e-3\n", "lr .* lines 2 and 3"),
-        ("train: {lr: 3.0e-5, lr: 1.0e-3}\n", "lr .* lines 1 and 1"),
+        ("train: {lr: 1.0e-5}\nrollout: {eta: 1}\ntrain: {steps: 7}\n", "lines 1 and 3"),
+        ("train:\n  lr: 3.0e-5\n  lr: 1.0e-3\n", "lines 2 and 3"),
+        ("train: {lr: 3.0e-5, lr: 1.0e-3}\n", "lines 1 and 1"),
     ],
 )
 def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(ConfigError, match=says) as raised:
+    with fails_with(ConfigError, says, str(path)):
         load_config(path, [], {})
-    assert str(path) in raised.value.message
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*nothing.yaml: No such file"):
+    with fails_with(ConfigError, "nothing.yaml"):
         load_config(tmp_path / "nothing.yaml", [], {})
 
 

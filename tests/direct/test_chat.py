@@ -14,6 +14,7 @@ from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.direct.conftest import Make
 from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -170,9 +171,8 @@ async def test_legacy_completions(client: EngineOpenAI) -> None:
 async def test_models(client: EngineOpenAI) -> None:
     assert [model.id async for model in await client.models.list()] == ["policy"]
     assert (await client.models.retrieve("policy")).id == "policy"
-    with pytest.raises(openai.NotFoundError) as raised:
+    with fails_with(openai.NotFoundError, code="model_not_found"):
         await client.models.retrieve("gpt-4o")
-    assert raised.value.code == "model_not_found"
 
 
 async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
@@ -191,10 +191,9 @@ async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
     ]
     for fields, code, param in wrong:
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO} | fields
-        with pytest.raises(openai.BadRequestError) as raised:
+        with fails_with(openai.BadRequestError, code=code, param=param):
             await client.chat.completions.create(**asked)
-        assert (raised.value.code, raised.value.param) == (code, param)
-    with pytest.raises(openai.NotFoundError, match="/chat/completions"):
+    with fails_with(openai.NotFoundError, "/chat/completions"):
         await client.files.list()
     assert not engine.requests
     assert not client.interactions
@@ -207,5 +206,5 @@ async def test_other_options_are_of_the_same_session(client: EngineOpenAI) -> No
     client.set_reward(completion.id, 1.0)
     assert [i.reward for i in other.interactions] == [1.0]
     assert other.session_id == client.session_id
-    with pytest.raises(TypeError, match="base_url"):
+    with fails_with(TypeError, "base_url"):
         client.with_options(base_url="http://elsewhere.invalid")

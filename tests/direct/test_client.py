@@ -16,6 +16,7 @@ from any_agent.errors import ConfigError
 from any_agent.types import GenerationHyperparameters
 from tests.direct.conftest import Make
 from tests.support.direct import HELLO, MODEL
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -67,20 +68,20 @@ def test_a_tokenizer_without_a_folder(tiny_model_dir: Path, tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_be(make: Make, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with fails_with(ConfigError, says):
         make(**settings)
 
 
 @pytest.mark.parametrize("name", ["base_url", "http_client"])
 def test_there_is_no_http(make: Make, name: str) -> None:
-    with pytest.raises(TypeError, match=name):
+    with fails_with(TypeError, name):
         make(**{name: "http://127.0.0.1:1"})
 
 
 def test_the_context_must_be_known(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat.tokenizer, "model_max_length", 10**30)
     engine: Any = object()
-    with pytest.raises(ConfigError, match="give context_length"):
+    with fails_with(ConfigError, "context_length"):
         EngineOpenAI(engine, chat)
     EngineOpenAI(engine, chat, context_length=64)
     monkeypatch.setattr(chat.tokenizer, "model_max_length", 64)
