@@ -26,6 +26,7 @@ from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRe
 from any_agent.rundir.layout import RunDir
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
+from tests.support.errors import fails_with
 from tests.support.proxy import until
 from tests.support.true_logprobs import TrueModel
 from tests.support.workflow.tensors import tensors
@@ -128,18 +129,18 @@ def test_many_calls_from_many_event_loops(engine: RemoteSGLangEngine) -> None:
 async def test_an_answer_has_the_context_s_room(engine: RemoteSGLangEngine) -> None:
     ids = [5] * (engine.context_length - 3)
     assert (await engine.agenerate(input_ids=ids, ignore_eos=True)).output_len == 3
-    with pytest.raises(ContextLengthExceeded, match="has 2048 tokens, the context 2048"):
+    with fails_with(ContextLengthExceeded, "has 2048 tokens"):
         await engine.agenerate(input_ids=[5] * engine.context_length)
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
-        ({}, ValueError, "give one of a request, prompt=, messages= and input_ids="),
-        ({"prompt": "a", "input_ids": [1]}, ValueError, "give one of"),
-        ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, ValueError, "are the same"),
-        ({"prompt": "a", "stream": True}, TypeError, "iterate over agenerate_stream"),
-        ({"prompt": "a", "heat": 1}, TypeError, "unknown sampling fields: heat"),
+        ({}, ValueError, "prompt=, messages= and input_ids="),
+        ({"prompt": "a", "input_ids": [1]}, ValueError, "input_ids="),
+        ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, ValueError, "max_tokens"),
+        ({"prompt": "a", "stream": True}, TypeError, "agenerate_stream"),
+        ({"prompt": "a", "heat": 1}, TypeError, "heat"),
         ({"prompt": 3}, InvalidRequest, "messages"),
         ({"messages": [{"content": "a"}]}, InvalidRequest, "role"),
         ({"input_ids": [[1], [2]]}, InvalidRequest, "one prompt's token ids"),
@@ -150,15 +151,15 @@ async def test_an_answer_has_the_context_s_room(engine: RemoteSGLangEngine) -> N
 async def test_what_cannot_be_asked(
     engine: RemoteSGLangEngine, asked: dict[str, Any], error: type[Exception], says: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with fails_with(error, says):
         await engine.agenerate(**asked)
-    with pytest.raises(error, match=says):
+    with fails_with(error, says):
         async for _ in engine.agenerate_stream(**asked):
             pass
 
 
 async def test_a_request_says_how_it_is_sampled(engine: RemoteSGLangEngine) -> None:
-    with pytest.raises(ValueError, match="temperature: give it in the request's gconfig"):
+    with fails_with(ValueError, "temperature", "gconfig"):
         await engine.agenerate(ModelRequest(prompt="a"), temperature=1.0)
 
 
@@ -168,13 +169,13 @@ def test_it_blocks_where_that_is_wanted(trial: RunDir) -> None:
         assert isinstance(model, LocalModel)
         said = model.chat(MESSAGES, max_tokens=4, temperature=0.0)
         assert said["role"] == "assistant"
-        with pytest.raises(RuntimeError, match="initialized already"):
+        with fails_with(RuntimeError, "already"):
             model.initialize(**PLACE, root=root)
 
 
 async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
     engine = RemoteSGLangEngine()
-    with pytest.raises(EngineUnavailable, match="call initialize"):
+    with fails_with(EngineUnavailable, "initialize"):
         await engine.agenerate(prompt="a")
     async with engine.initialize(model=models[0]) as same:
         assert same is engine
@@ -187,7 +188,7 @@ async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
     for ends in (running, streaming):
         with pytest.raises(EngineUnavailable):
             await ends
-    with pytest.raises(EngineUnavailable, match="call initialize"):
+    with fails_with(EngineUnavailable, "initialize"):
         engine.submit({"n": 0}, Saying())
     engine.destroy()
 
@@ -212,7 +213,7 @@ class Saying(RolloutWorkflow):
         if self._own is not None:
             again = await self._own.agenerate(prompt=data["question"], max_tokens=4)
             assert again.input_tokens == response.input_tokens
-            with pytest.raises(RuntimeError, match="must not block"):
+            with fails_with(RuntimeError, "block"):
                 self._own.chat(MESSAGES)
         assert isinstance(response.text, str)
         return tensors([1, 2, data["n"]])

@@ -19,6 +19,7 @@ from any_agent.types import GenerationHyperparameters as Sampling
 from any_agent.types import ModelRequest, ModelResponse
 from tests.support.engine.embedded import prompt, request
 from tests.support.engine.process import EngineProcess
+from tests.support.errors import fails_with
 
 LOGITS = torch.log(torch.tensor([0.3, 0.22, 0.17, 0.12, 0.09, 0.06, 0.03, 0.01]))
 DRAWS = 8000
@@ -130,7 +131,7 @@ async def test_a_resubmission_goes_on_as_if_nothing_had_been(engine: EmbeddedEng
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
 async def test_seeds_beyond_64_bits(engine: EmbeddedEngine, seed: int) -> None:
-    with pytest.raises(InvalidRequest, match="seed"):
+    with fails_with(InvalidRequest, "seed"):
         engine.submit(request("x", prompt(4), seed=seed))
     limit = 2**63 - 1 if seed > 0 else -(2**63)
     assert (await whole(engine, request("y", prompt(4), seed=limit)))[0]
