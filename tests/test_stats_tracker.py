@@ -94,14 +94,11 @@ def test_masked_values_have_mean_and_extremes(tracker: StatsTracker, array: Any)
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [
-        (ReduceType.AVG, 2.0),
-        (ReduceType.SUM, 4.0),
-        (ReduceType.MIN, 1.0),
-        (ReduceType.MAX, 3.0),
-    ],
+    [(ReduceType.AVG, 2.0), (ReduceType.SUM, 4.0), (ReduceType.MIN, 1.0), (ReduceType.MAX, 3.0)],
 )
-def test_other_reductions(tracker: StatsTracker, kind: ReduceType, value: float) -> None:
+def test_each_reduction_has_its_own_value(
+    tracker: StatsTracker, kind: ReduceType, value: float
+) -> None:
     tracker.denominator(n=np.array([True, True, False]))
     tracker.stat("n", kind, x=torch.tensor([1.0, 3.0, 9.0], dtype=torch.bfloat16))
     assert tracker.export()["x"] == value

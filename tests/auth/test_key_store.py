@@ -179,6 +179,6 @@ def test_writers_lose_nothing(path: Path) -> None:
     assert len(read_keys(path).by_id) == 60
 
 
-def test_no_keys() -> None:
+def test_an_empty_store_knows_no_key() -> None:
     assert not StoredKeys().has_admin and StoredKeys().find("sk-admin.0.0") is None
     assert json.loads('{"format": 1}') and parse_keys(b'{"format": 1}') == StoredKeys()

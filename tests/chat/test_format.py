@@ -131,7 +131,7 @@ def test_a_wrong_message_is_named(qwen3: ChatFormat, messages: Any, where: str) 
     [5, [5], [{}], [{"function": {"name": 5}}], [{"function": {"name": "f", "x": "\ud800"}}]],
     ids=range(5),
 )
-def test_wrong_tools(qwen3: ChatFormat, tools: Any) -> None:
+def test_malformed_tools_are_refused(qwen3: ChatFormat, tools: Any) -> None:
     with pytest.raises(InvalidRequest):
         qwen3.render([USER], tools)
 

@@ -81,7 +81,9 @@ def test_true_and_one_are_two(qwen3: ChatFormat) -> None:
     ],
     ids=range(15),
 )
-def test_what_is_refused(qwen3: ChatFormat, settings: Any, message: str) -> None:
+def test_malformed_settings_of_a_template_are_refused_shortly(
+    qwen3: ChatFormat, settings: Any, message: str
+) -> None:
     with fails_with(InvalidRequest, message, param="chat_template_kwargs", status=400) as e:
         qwen3.variant(settings)
     assert len(e.value.message.encode()) < 500
@@ -124,7 +126,9 @@ def test_a_renderer_has_variants_too() -> None:
         ("high", set(), {}, {}),
     ],
 )
-def test_effort(effort: str, known: set[str], own: dict[str, Any], means: dict[str, Any]) -> None:
+def test_an_effort_becomes_the_templates_setting(
+    effort: str, known: set[str], own: dict[str, Any], means: dict[str, Any]
+) -> None:
     assert effort_settings(effort, frozenset(known), own) == means
 
 

@@ -179,34 +179,19 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"critic": {"path": "x"}}, "critic.path: leave it out: no algorithm here learns values"),
-        ({"ref": {"path": "x"}}, "ref.path: leave it out: train.kl_coef above 0 loads"),
-        ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
-        ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
-        (
-            {"actor": {"kl_ctl": 0.1}},
-            "actor.kl_ctl: only 0 is supported here: set train.kl_reward_coef",
-        ),
-        (
-            {"actor": {"gae_lambda": 0.95}},
-            "actor.gae_lambda: only 1 is supported: an answer's tokens",
-        ),
-        (
-            {"actor": {"optimizer": {"warmup_steps_proportion": 0.1}}},
-            "only 0 is supported: train.warmup_steps is the number",
-        ),
-        ({"actor": {"use_sapo_loss": True}}, "leave it out: train.preset chooses the algorithm"),
-        (
-            {"actor": {"importance_sampling_level": "sequence"}},
-            "only token is supported here: train.preset=gspo",
-        ),
-        (
-            {"actor": {"use_lora": True}},
-            "actor.use_lora: set train.lora.rank, train.lora.alpha and",
-        ),
-        ({"rollout": {"use_lora": True}}, "rollout.use_lora: leave it out: engines get the model"),
-        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "leave it out: only the adapter"),
-        ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
+        ({"critic": {"path": "x"}}, "critic.path"),
+        ({"ref": {"path": "x"}}, "train.kl_coef"),
+        ({"reward_model": {"path": "x"}}, "reward_model.path"),
+        ({"teacher": {}}, "teacher"),
+        ({"actor": {"kl_ctl": 0.1}}, "train.kl_reward_coef"),
+        ({"actor": {"gae_lambda": 0.95}}, "actor.gae_lambda"),
+        ({"actor": {"optimizer": {"warmup_steps_proportion": 0.1}}}, "train.warmup_steps"),
+        ({"actor": {"use_sapo_loss": True}}, "train.preset"),
+        ({"actor": {"importance_sampling_level": "sequence"}}, "train.preset=gspo"),
+        ({"actor": {"use_lora": True}}, "train.lora.rank, train.lora.alpha"),
+        ({"rollout": {"use_lora": True}}, "rollout.use_lora"),
+        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "train.lora.modules_to_save"),
+        ({"gconfig": {"greedy": True}}, "gconfig.greedy"),
     ],
 )
 def test_what_the_trainer_cannot_do_is_refused_by_name(

@@ -55,22 +55,20 @@ def test_sections_numbers_and_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("trial: ${x.y}", "trial: ${x.y} names nothing in FILE: write the value"),
+        ("trial: ${x.y}", "trial: ${x.y} names nothing in FILE"),
         ("trial: ${experiment.y}\nexperiment: e", "${experiment.y} names nothing in FILE"),
         ("trial: ${trial}", "trial -> trial is a circle in FILE"),
         ("trial: ${user}\nuser: ${trial}", "user -> trial -> user is a circle in FILE"),
         ("train: ${model}\nmodel: {path: '${train}'}", "is a circle in FILE"),
-        ("root: ${user}/runs\nuser: me", "root: only a complete value ${section.name} in a file"),
-        ("root: '${.user}'\nuser: me", "root: only a complete value"),
-        (
-            "model: {path: '${oc.env:MODEL}'}",
-            "model.path: ${oc.env:...} is not resolved: set it by the environment "
-            "ANY_AGENT_MODEL__PATH",
-        ),
-        ("cluster: {sbatch: ['--x=${HOME}/y']}", "cluster.sbatch: only a complete value"),
+        ("root: ${user}/runs\nuser: me", "root: "),
+        ("root: '${.user}'\nuser: me", "root: "),
+        ("model: {path: '${oc.env:MODEL}'}", "ANY_AGENT_MODEL__PATH"),
+        ("cluster: {sbatch: ['--x=${HOME}/y']}", "cluster.sbatch"),
     ],
 )
-def test_what_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+def test_references_that_lead_nowhere_are_refused_by_name(
+    tmp_path: Path, text: str, says: str
+) -> None:
     with fails_with(ConfigError, says.replace("FILE", str(tmp_path / "my.yaml"))):
         load(tmp_path, text)
 

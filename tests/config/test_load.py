@@ -36,16 +36,13 @@ def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("train.step", "unknown key train.step: did you mean train.steps?"),
-        ("train.clip", "unknown key train.clip: did you mean train.grad_clip?"),
-        ("trian.lr", "unknown key trian: did you mean train?"),
-        ("sevrer.port", "unknown key sevrer: did you mean server?"),
-        ("rollout.batchsize", "unknown key rollout.batchsize: did you mean rollout.batch_size?"),
-        (
-            "rollout.enable_rollout_tracing",
-            "unknown key rollout.enable_rollout_tracing: see `any-agent config` for all keys",
-        ),
-        ("qqq.zzz", "unknown key qqq: see `any-agent config` for all keys"),
+        ("train.step", "train.steps?"),
+        ("train.clip", "train.grad_clip?"),
+        ("trian.lr", "train?"),
+        ("sevrer.port", "server?"),
+        ("rollout.batchsize", "rollout.batch_size?"),
+        ("rollout.enable_rollout_tracing", "`any-agent config`"),
+        ("qqq.zzz", "`any-agent config`"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(
@@ -86,12 +83,12 @@ def test_single_underscores_in_the_environment() -> None:
         ("sampling.top_p=0.9", "truncated distribution"),
         ("sampling.top_k=5", "truncated distribution"),
         ("sampling.temperature=0", "sampling.temperature"),
-        ("sessions.group_size=100", "could never be admitted"),
+        ("sessions.group_size=100", "sessions.group_size"),
         ("train.kl_coef=-0.1", "train.kl_coef"),
-        ("train.lora.dropout=0.1", "train.lora.dropout: the trained policy must be the one that"),
+        ("train.lora.dropout=0.1", "train.lora.dropout"),
         ("train.lora.rank=0", "train.lora.rank"),
-        ("train.lora.rnk=1", "did you mean train.lora.rank?"),
-        ("train.lora.target_modules=all-linear,q_proj", "stands for every layer"),
+        ("train.lora.rnk=1", "train.lora.rank?"),
+        ("train.lora.target_modules=all-linear,q_proj", "all-linear"),
         ("server.admin_key=short", "8 to 256"),
         ("server.admin_key=has a space in it", "without spaces"),
         ("server.admin_key=sk-v1.0.abc.def", "must not begin"),
@@ -134,7 +131,7 @@ def test_names_are_text_whatever_they_look_like(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), (".5", 0.5), ("7", 7.0), ("+1e2", 100.0)]
 )
-def test_numbers(text: str, value: float) -> None:
+def test_numbers_may_have_exponents(text: str, value: float) -> None:
     assert load_config(None, [f"train.lr={text}"], {}).train.lr == value
 
 

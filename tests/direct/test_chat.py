@@ -37,7 +37,9 @@ async def test_a_whole_answer(
     assert usage.prompt_tokens == len(recorded.prompt_delta_ids)
 
 
-async def test_a_stream(client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_a_stream_has_the_text_in_parts_and_its_usage_last(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
     engine.say(said(chat, "12 and 3"))
     stream = await client.chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
@@ -75,7 +77,9 @@ class Number(BaseModel):
     value: int
 
 
-async def test_parse(make: Make, engine: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_a_parsed_answer_is_recorded_as_untrainable(
+    make: Make, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
     client = make(mode="eval")
     engine.say(said(chat, '{"value": 7}'))
     parsed = await client.chat.completions.parse(
@@ -86,7 +90,7 @@ async def test_parse(make: Make, engine: ScriptedEngine, chat: ChatFormat) -> No
     assert recorded.untrainable_reason == "grammar"
 
 
-async def test_raw_responses(client: EngineOpenAI) -> None:
+async def test_raw_responses_have_the_headers_of_a_service(client: EngineOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model=MODEL, messages=HELLO, max_tokens=4, temperature=0.2
     )
@@ -146,7 +150,7 @@ async def test_each_choice_is_an_interaction(client: EngineOpenAI, stream: bool)
     assert {i.id for i in client.interactions} == {f"{id}.0", f"{id}.1"}
 
 
-async def test_logprobs(client: EngineOpenAI) -> None:
+async def test_logprobs_are_the_recorded_ones(client: EngineOpenAI) -> None:
     completion = await client.chat.completions.create(
         model=MODEL, messages=HELLO, max_tokens=3, logprobs=True
     )
@@ -158,7 +162,7 @@ async def test_logprobs(client: EngineOpenAI) -> None:
     )
 
 
-async def test_legacy_completions(client: EngineOpenAI) -> None:
+async def test_legacy_completions_stream_the_same_text(client: EngineOpenAI) -> None:
     whole = await client.completions.create(model=MODEL, prompt="one two", max_tokens=3)
     stream = await client.completions.create(
         model=MODEL, prompt="one two", max_tokens=3, stream=True
@@ -168,7 +172,7 @@ async def test_legacy_completions(client: EngineOpenAI) -> None:
     assert [i.id.startswith("cmpl-") for i in client.interactions] == [True, True]
 
 
-async def test_models(client: EngineOpenAI) -> None:
+async def test_the_policy_is_the_only_model(client: EngineOpenAI) -> None:
     assert [model.id async for model in await client.models.list()] == ["policy"]
     assert (await client.models.retrieve("policy")).id == "policy"
     with fails_with(openai.NotFoundError, code="model_not_found"):

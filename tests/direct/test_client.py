@@ -67,7 +67,9 @@ def test_a_tokenizer_without_a_folder(tiny_model_dir: Path, tmp_path: Path) -> N
         ({"thinking_retention": "some", "tokenizer": object()}, "thinking_retention"),
     ],
 )
-def test_what_cannot_be(make: Make, settings: dict[str, Any], says: str) -> None:
+def test_settings_that_cannot_be_trained_with_are_refused(
+    make: Make, settings: dict[str, Any], says: str
+) -> None:
     with fails_with(ConfigError, says):
         make(**settings)
 

@@ -90,7 +90,7 @@ async def test_a_choice_counts_when_its_end_was_taken(
     assert ends[-1] == "stop"
 
 
-async def test_time_outs(make: Make, engine: ScriptedEngine) -> None:
+async def test_a_time_out_ends_the_generation(make: Make, engine: ScriptedEngine) -> None:
     client = make(timeout=0.2, max_retries=0)
     engine.hold(at=3)
     with pytest.raises(openai.APITimeoutError):

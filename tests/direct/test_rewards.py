@@ -122,7 +122,9 @@ async def test_the_choice_that_was_continued_counts(
     assert masks[parent] == len(said(chat, "two"))
 
 
-async def test_both_styles(client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_both_styles_export_the_same_tokens(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
     await talk(client, engine, chat, 3)
     client.set_last_reward(1)
     individual = client.export_interactions("individual")

@@ -33,6 +33,7 @@ from proxy_ext.journal import SessionRow
 from tests.support.archives import Exported, Rank
 from tests.support.e2e.history import consumed_in
 from tests.support.e2e.live_run import live_config, looked_after
+from tests.support.errors import fails_with
 
 STEPS = 6
 # A step that is made again has no checkpoint of its own, so those that have one die at that only.
@@ -284,9 +285,8 @@ async def visit(node: Node) -> None:
         run = await service.run_info()
         assert (run.state, run.step, run.trial) == ("finished", STEPS, node.config.trial)
         for _ in range(2):  # on either rank
-            with pytest.raises(RunFinished) as refused:
+            with fails_with(RunFinished, code="run_finished"):
                 await service.start_session(wait=60)
-            assert refused.value.code == "run_finished"
             session = await service.start_session(mode="eval")
             assert session.version == run.version
             async with openai.AsyncOpenAI(

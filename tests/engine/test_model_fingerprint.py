@@ -47,7 +47,7 @@ def test_what_is_not_here_or_not_readable(tmp_path: Path) -> None:
         ({"architectures": ["LlamaForCausalLM"]}, "it is a LlamaForCausalLM"),
     ],
 )
-def test_another_model(told: dict[str, object], seen: str) -> None:
+def test_another_model_is_refused_by_what_differs(told: dict[str, object], seen: str) -> None:
     with fails_with(ConfigError, "http://10.0.0.1:3", seen):
         SHAPE.require_same(told, "http://10.0.0.1:3")
     SHAPE.require_same({"vocab_size": 100, "architectures": ["Qwen3ForCausalLM"]}, "")
@@ -104,7 +104,7 @@ async def test_one_that_comes_back_as_another_model_is_away(
         with fails_with(EngineUnavailable, "restart"):
             await all_of(client, request("s"), stream=True)
         (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-        assert f"the engine at {scripted.url} serves another model than the run's" in said
+        assert scripted.url in said
         scripted.vocabulary = 100
         await until(lambda: not client.away)
         assert (await all_of(client, request("t"), stream=True))[-1].stop_reason

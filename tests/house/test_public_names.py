@@ -53,7 +53,7 @@ PUBLIC = [
 ALIASES = {"LLMRequest": "ModelRequest", "LocalModel": "RemoteSGLangEngine"}
 
 
-def test_the_list() -> None:
+def test_the_public_names_are_those_listed_and_sorted() -> None:
     assert any_agent.__all__ == PUBLIC
     assert sorted(PUBLIC) == PUBLIC
 
@@ -74,7 +74,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.service
-def test_star_import() -> None:
+def test_a_star_import_has_the_public_names() -> None:
     code = "from any_agent import *; print(RLClient, load_config)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -52,7 +52,9 @@ def check(response: ModelResponse, model: Path, temperature: float, version: int
     assert (response.token_ids, type(response.input_tokens)) == (ids, list)
 
 
-async def test_a_prompt(engine: RemoteSGLangEngine, models: list[Path]) -> None:
+async def test_a_text_is_asked_of_the_newest_checkpoint(
+    engine: RemoteSGLangEngine, models: list[Path]
+) -> None:
     response = await engine.agenerate(prompt=QUESTION, temperature=0.7, max_tokens=12)
     check(response, models[1], 0.7, 21)
     assert response.input_tokens == engine.chat_format.render(MESSAGES, None)
@@ -62,7 +64,9 @@ async def test_a_prompt(engine: RemoteSGLangEngine, models: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"step": 10}, {"version": 11}])
-def test_another_checkpoint(trial: RunDir, models: list[Path], asked: dict[str, int]) -> None:
+def test_a_named_checkpoint_answers_under_its_version(
+    trial: RunDir, models: list[Path], asked: dict[str, int]
+) -> None:
     with RemoteSGLangEngine().initialize(**PLACE, root=trial.path.parents[2], **asked) as engine:
         gconfig = GenerationHyperparameters(max_new_tokens=8, ignore_eos=True)
         response = engine.generate([5, 6, 7], gconfig)

@@ -37,7 +37,9 @@ def kept_model(experiment: str, trial: str, **names: Any) -> WeightsSource:
         ({"version": 21}, "step-00000020", 21),
     ],
 )
-def test_a_checkpoint(trial: RunDir, asked: dict[str, int], folder: str, version: int) -> None:
+def test_a_checkpoint_is_found_by_step_or_version(
+    trial: RunDir, asked: dict[str, int], folder: str, version: int
+) -> None:
     found = kept_model(**NAMES, root=root_of(trial), **asked)
     assert (found.weights.path, found.weights.version) == (trial.checkpoints / folder, version)
     assert found.config.model.enable_thinking is False, "its settings are the trial's"
@@ -75,16 +77,13 @@ def test_the_root_and_the_user_of_the_environment(
         ({"experiment": "../exp"}, ConfigError, "experiment"),
     ],
 )
-def test_what_is_not_there(
-    trial: RunDir, asked: dict[str, Any], error: type[Exception], says: str
+def test_a_missing_checkpoint_is_told_with_those_that_exist(
+    trial: RunDir, asked: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     with fails_with(error, says):
         kept_model(**(NAMES | asked), root=root_of(trial))
-
-
-def test_nothing_at_all(tmp_path: Path) -> None:
     with fails_with(NotFound, "no trials"):
-        kept_model(**NAMES, root=tmp_path)
+        kept_model(**NAMES, root=tmp_path / "none")
 
 
 def test_a_checkpoint_that_is_not_whole(tmp_path: Path, models: list[Path]) -> None:

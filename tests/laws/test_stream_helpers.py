@@ -105,7 +105,7 @@ def ids_for(lab: Lab, said: Said) -> list[int]:
 
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-async def test_messages(lab: Lab, said: Said) -> None:
+async def test_the_helper_of_messages_assembles_what_the_api_answers(lab: Lab, said: Said) -> None:
     ids = ids_for(lab, said)
     fields: dict[str, Any] = {
         "model": "m",
@@ -143,7 +143,9 @@ async def test_messages(lab: Lab, said: Said) -> None:
 
 @pytest.mark.parametrize("said", UNSTOPPED.values(), ids=UNSTOPPED)
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "logprobs"])
-async def test_responses(lab: Lab, said: Said, logprobs: bool) -> None:
+async def test_the_helper_of_responses_assembles_what_the_api_answers(
+    lab: Lab, said: Said, logprobs: bool
+) -> None:
     ids = ids_for(lab, said)
     fields: dict[str, Any] = {"model": "m", "input": ASK, "max_output_tokens": len(ids) - said.cut}
     if said.tools:

@@ -41,7 +41,7 @@ def target(tmp_path: Path) -> Path:
     return target
 
 
-def test_replacing(target: Path) -> None:
+def test_a_replaced_file_leaves_no_other_behind(target: Path) -> None:
     write(target, "new", replace=True)
     assert read(target) == "new"
     assert list(target.parent.iterdir()) == [target]

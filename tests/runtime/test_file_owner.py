@@ -80,5 +80,5 @@ def test_an_owner_without_a_name_has_a_number(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
     error = no_access(PermissionError(13, "Permission denied", str(tmp_path / "a" / "b")))
-    assert "you are number 4000000" in error.message
+    assert "4000000" in error.message
     assert str(tmp_path / "a" / "b") in error.message

@@ -35,7 +35,7 @@ def test_free_ports_can_be_listened_on() -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
-def test_ipv6() -> None:
+def test_ipv6_addresses_can_be_reserved() -> None:
     try:
         listener = reserve("::1", 0)
     except ConfigError:
@@ -53,7 +53,7 @@ def test_ipv6() -> None:
         ("fe80::1", "http://[fe80::1]:80"),
     ],
 )
-def test_urls(host: str, url: str) -> None:
+def test_a_url_has_brackets_around_ipv6(host: str, url: str) -> None:
     assert url_of(host, 80) == url
 
 

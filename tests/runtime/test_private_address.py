@@ -14,14 +14,14 @@ PUBLIC = ["8.8.8.8", "172.32.0.1", "0.0.0.0", "::", "2001:db8::1", "100.64.0.1",
 
 
 @pytest.mark.parametrize("address", PRIVATE)
-def test_private(address: str) -> None:
+def test_private_addresses_are_taken(address: str) -> None:
     assert is_private(address)
     host = f"[{address}]" if ":" in address else address
     require_private_url(f"http://{host}:30000")
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_public(address: str) -> None:
+def test_public_addresses_are_refused(address: str) -> None:
     assert not is_private(address)
     host = f"[{address}]" if ":" in address else address
     with fails_with(ConfigError, address):
@@ -31,7 +31,7 @@ def test_public(address: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "engine:30000", "ftp://10.0.0.1", "http://", "http://[1"])
-def test_what_is_no_url(url: str) -> None:
+def test_malformed_urls_of_engines_are_refused(url: str) -> None:
     with fails_with(ConfigError, repr(url)):
         require_private_url(url)
 

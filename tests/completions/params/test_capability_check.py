@@ -28,11 +28,7 @@ ALL = Capabilities()
         ("logit_bias", "chat", {"logit_bias": {"5": 1}}),
         ("grammar", "chat", {"response_format": {"type": "json_object"}}),
         ("grammar", "completions", {"guided_regex": "a"}),
-        (
-            "structural_tag",
-            "chat",
-            {"response_format": {"type": "json_object"}, "tools": [TOOL]},
-        ),
+        ("structural_tag", "chat", {"response_format": {"type": "json_object"}, "tools": [TOOL]}),
     ],
 )
 def test_what_the_engine_cannot_do(capability: str, api: Any, asked: dict[str, Any]) -> None:

@@ -140,14 +140,14 @@ def test_neutral_penalties_bend_nothing() -> None:
     assert (call.untrainable, call.gconfig) == (None, RUN)
 
 
-def test_log_probabilities() -> None:
+def test_top_logprobs_come_with_logprobs() -> None:
     assert parse(logprobs=True).top_logprobs == 0
     call = parse(logprobs=True, top_logprobs=20)
     assert (call.logprobs, call.top_logprobs) == (True, 20)
     assert parse(logprobs=False, top_logprobs=0).top_logprobs == 0
 
 
-def test_stream_options() -> None:
+def test_usage_is_the_one_stream_option_with_an_effect() -> None:
     assert parse(stream=True, stream_options={"include_usage": True}).include_usage
     options = {"include_obfuscation": True, "continuous_usage_stats": False, "include_usage": None}
     assert not parse(stream_options=options).include_usage
@@ -177,7 +177,7 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     assert not {choice_seed(12, k) for k in range(128)} & set(seeds)
 
 
-def test_tool_choice() -> None:
+def test_a_tool_choice_forces_a_call_or_hides_the_tools() -> None:
     tools = [TOOL, OTHER]
     for choice in (None, "auto"):
         call = parse(tools=tools, tool_choice=choice)
@@ -310,7 +310,9 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type
     ],
     ids=str,
 )
-def test_formats(asked: dict[str, Any], grammar: dict[str, Any] | None) -> None:
+def test_a_format_becomes_a_grammar_which_trains_nothing(
+    asked: dict[str, Any], grammar: dict[str, Any] | None
+) -> None:
     for mode in ("train", "eval"):
         call = parse(mode, **asked)
         assert call.gconfig.grammar == (

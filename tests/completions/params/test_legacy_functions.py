@@ -57,7 +57,9 @@ def test_none_of_them(nothing: dict[str, Any]) -> None:
         ({"function_call": {"name": "f"}}, "function_call"),
     ],
 )
-def test_what_is_refused(wrong: dict[str, Any], says: str) -> None:
+def test_malformed_functions_are_refused_by_their_older_name(
+    wrong: dict[str, Any], says: str
+) -> None:
     with fails_with(InvalidRequest, says) as raised:
         parse(**wrong)
     assert not isinstance(raised.value, UnsupportedParameter)

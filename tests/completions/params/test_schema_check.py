@@ -76,7 +76,7 @@ def test_a_value_fits_if_json_schema_says_so(row: Any, value: Any) -> None:
     ],
     ids=str,
 )
-def test_words(schema: dict[str, Any], text: str) -> None:
+def test_a_schema_is_told_in_words(schema: dict[str, Any], text: str) -> None:
     assert words(schema) == text
 
 

@@ -40,7 +40,7 @@ def test_the_default_of_tokens_is_within_the_runs() -> None:
         (["a", [3]], ("a", (3,))),
     ],
 )
-def test_prompts(prompt: Any, prompts: Any) -> None:
+def test_a_prompt_is_a_text_or_ids_or_several_of_them(prompt: Any, prompts: Any) -> None:
     assert text(prompt=prompt).prompts == prompts
 
 
@@ -78,7 +78,7 @@ def test_a_prompt_that_no_context_holds() -> None:
         text(prompt=[5] * (MAX_PROMPT_IDS + 1))
 
 
-def test_log_probabilities() -> None:
+def test_logprobs_is_a_number_of_alternatives() -> None:
     for asked in (0, 5):
         call = text(logprobs=asked)
         assert (call.logprobs, call.top_logprobs) == (True, asked)
@@ -86,13 +86,13 @@ def test_log_probabilities() -> None:
         text(logprobs=True)
 
 
-def test_echo() -> None:
+def test_echo_is_taken_without_logprobs() -> None:
     assert text(echo=True).echo
     with fails_with(UnsupportedParameter, param="echo"):
         text(echo=True, logprobs=0)
 
 
-def test_choices() -> None:
+def test_choices_are_bounded_and_none_is_discarded() -> None:
     assert text(n=3, best_of=3).n == 3
     assert text(best_of=1).n == 1
     with fails_with(UnsupportedParameter, param="best_of"):
@@ -102,6 +102,6 @@ def test_choices() -> None:
         text(n=65, prompt=["a", "b"])
 
 
-def test_formats() -> None:
+def test_a_regex_becomes_a_grammar_which_trains_nothing() -> None:
     call = text(guided_regex="a+")
     assert (call.gconfig.grammar, call.untrainable) == ('{"regex":"a+"}', "grammar")

@@ -36,7 +36,7 @@ def test_what_is_enforced(schema: Any) -> None:
         ({"pattern": "a", "maxLength": 3}, "lengths"),
     ],
 )
-def test_what_is_not(schema: Any, says: str) -> None:
+def test_keywords_that_no_grammar_enforces_are_refused(schema: Any, says: str) -> None:
     with fails_with(UnsupportedParameter, says, param="text.format") as raised:
         require_enforced(schema, "text.format")
     assert raised.value.message.startswith("text.format together with tools cannot have")

@@ -120,7 +120,7 @@ async def test_with_a_key_other_hosts_are_answered(locked: str) -> None:
         assert answer.status == 200
 
 
-def test_key_files(tmp_path: Path) -> None:
+def test_a_key_file_is_private_and_a_damaged_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "engine-key.yaml"
     write_key_file(path, KEY)
     assert path.stat().st_mode & 0o777 == 0o600

@@ -193,7 +193,9 @@ async def test_a_bad_checkpoint_changes_nothing(
     assert (await asyncio.wait_for(generation.finished(), LIMIT)).type == "length"
 
 
-async def test_shards(own_engine: EmbeddedEngine, other_model_dir: Path, tmp_path: Path) -> None:
+async def test_sharded_weights_are_loaded_whole(
+    own_engine: EmbeddedEngine, other_model_dir: Path, tmp_path: Path
+) -> None:
     other = load_model(str(other_model_dir)).model
     other.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()

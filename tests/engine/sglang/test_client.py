@@ -59,7 +59,9 @@ async def test_every_kind_of_answer_reads_the_same(stream: bool, incremental: bo
 
 
 @BOTH
-async def test_stops(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+async def test_a_stop_names_what_matched(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
     scripted.say([30, 31, 32, 33])
     chunks = await all_of(client, request(stop_token_ids=(32,)), stream=stream)
     assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", 32)
@@ -110,7 +112,9 @@ async def test_an_update_is_survived_with_what_was_sampled(
 
 
 @BOTH
-async def test_two_updates(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+async def test_a_call_over_two_updates_has_three_versions(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
     scripted.hold(2)
     scripted.hold(3)
     work = asyncio.create_task(all_of(client, request(), stream=stream))
@@ -304,7 +308,7 @@ async def test_an_abort_without_an_update_is_an_error(
 
 @BOTH
 @pytest.mark.parametrize("kind", ["nan", "null", "disagree", "garbage", "spans"])
-async def test_broken_answers(
+async def test_a_broken_answer_fails_its_call_alone(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool, kind: FaultKind
 ) -> None:
     scripted.fail(kind, after=2)
@@ -327,7 +331,9 @@ async def test_a_stream_that_ends_with_an_error(
 
 
 @BOTH
-async def test_refusals(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+async def test_an_engines_refusal_keeps_its_kind(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
     with fails_with(InvalidRequest, "context"):
         await all_of(client, request(ids=[5] * 5000), stream=stream)
     for status in (429, 500, 503):
@@ -363,7 +369,7 @@ async def test_sglangs_name_for_the_first_weights(scripted: ScriptedEngine) -> N
         assert joined(await all_of(client, request(), stream=True))[2] == [0] * 10
 
 
-async def test_agenerate(client: SGLangEngine) -> None:
+async def test_agenerate_returns_the_whole_response(client: SGLangEngine) -> None:
     response = await agenerate(client, request())
     assert response.input_ids == PROMPT
     assert len(response.output_ids) == len(response.output_logprobs) == 10

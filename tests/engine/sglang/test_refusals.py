@@ -29,7 +29,7 @@ from tests.support.errors import fails_with
         (503, {"message": "full"}, EngineUnavailable, "the engine answered 503: full", None),
     ],
 )
-def test_refusals(
+def test_a_refusal_becomes_an_error_of_its_kind(
     status: int, told: Any, kind: type[AnyAgentError], message: str, param: str | None
 ) -> None:
     error = refusal(status, told)
