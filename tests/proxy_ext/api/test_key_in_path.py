@@ -85,6 +85,6 @@ async def test_base_urls_with_v1_and_without(start: Start, keys: tuple[str, ...]
             continue
         error = twice.json()["error"]
         assert (twice.status_code, error["code"]) == (404, "not_found")
-        assert "there is no route /v1/v1/chat/completions" in error["message"]
-        assert "ends in one /v1" in error["message"]
+        assert "/v1/v1/chat/completions" in error["message"]
+        assert "one /v1" in error["message"]
         assert session["api_key"] not in twice.text

@@ -66,7 +66,9 @@ async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> N
 
 
 @pytest.mark.service
-async def test_filters(rank: Rank, tmp_path: Path) -> None:
+async def test_filters_choose_sessions_and_wrong_ones_are_refused(
+    rank: Rank, tmp_path: Path
+) -> None:
     await fill(rank)
     assert export(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
     assert export(tmp_path, "--task", "none").ids == []
@@ -183,7 +185,7 @@ async def test_damage_in_the_journal_costs_one_session(rank: Rank, tmp_path: Pat
     change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'a'")
     done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["b"])
-    assert "session a is damaged in the journal" in done.said
+    assert "session a" in done.said
     change(path, "PRAGMA user_version = 1")
     done = export(tmp_path)
     assert (done.code, done.lines) == (1, [])
@@ -212,8 +214,8 @@ async def test_what_is_missing_from_the_journal_costs_one_session(
     path.write_bytes(content)
     done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["b", "d"]), done.said
-    assert "session a is damaged in the journal: 2 of 3 interactions are there" in done.said
-    assert "session c is damaged in the journal: database disk image is malformed" in done.said
+    assert "2 of 3 interactions" in done.said
+    assert "database disk image is malformed" in done.said
     await rank.start()
 
 
@@ -327,7 +329,7 @@ async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, styl
 
 
 @pytest.mark.service
-async def test_styles(start: Start, tmp_path: Path) -> None:
+async def test_each_style_exports_the_same_tokens(start: Start, tmp_path: Path) -> None:
     options = ("user=u", "experiment=e", "trial=t")
     proxy = await start(*options)
     await proxy.admit(9)
@@ -373,7 +375,7 @@ async def test_a_path_that_is_not_exact_is_left_out(start: Start, tmp_path: Path
     assert [line["session_id"] for line in done.lines] == [other["session_id"]]
     assert done.code == 1
     assert f"session {session['session_id']} is left out" in done.said
-    assert "export with style individual" in done.said
+    assert "individual" in done.said
 
 
 def test_the_states_are_all_there_are() -> None:
@@ -403,4 +405,4 @@ def test_a_trial_that_does_not_exist_is_refused(
     assert main([*where, "trial=frist"]) == 2
     assert "arithmetic/first (user u)" in capsys.readouterr().err
     assert main([*where, "trial=first"]) == 2
-    assert "there are no sessions" in capsys.readouterr().err
+    assert "no sessions" in capsys.readouterr().err

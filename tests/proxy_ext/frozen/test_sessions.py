@@ -22,6 +22,7 @@ from proxy_ext.frozen.provider_responses import MessagesResponse, ids_in
 from proxy_ext.frozen.spend_caps import SpendCaps
 from tests.proxy_ext.test_metrics import scrape
 from tests.proxy_ext.test_tenants import ADMIN, Tenants
+from tests.support.errors import fails_with
 from tests.support.frozen import ANSWER_USD, ScriptedProvider, chat_body, events_of, refused
 from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
@@ -165,7 +166,7 @@ async def test_a_sessions_cap(tmp_path: Path, chat: ChatFormat, engine: Scripted
         await events_of(proxy, CHAT, chat_body(), session["api_key"])
         for more in ({}, {"stream": True}):
             said = refused(await judged(proxy, session, **more), 402, "spend_cap_exceeded")
-            assert "has spent 1.11 USD" in said and "frozen.session_usd" in said
+            assert "1.11 USD" in said and "frozen.session_usd" in said
         assert len(provider.judge.asked) == 1
         await proxy.complete(session["api_key"])
         assert (await judged(proxy, other)).is_success
@@ -205,7 +206,7 @@ async def test_a_tenants_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedE
         tenants = Tenants(proxy)
         session = (await tenants.open(alice)).json()
         said = refused(await judged(proxy, session), 402, "spend_cap_exceeded")
-        assert "tenant alice has spent 1.11 USD" in said
+        assert "tenant alice has spent 1.11" in said
         await proxy.complete(session["api_key"])
         assert (await judged(proxy, (await tenants.open(bob)).json())).is_success
 
@@ -224,7 +225,7 @@ async def test_a_cap_without_sessions(
             assert (await proxy.post(CHAT, chat_body())).is_success
     async with run() as proxy:
         said = refused(await proxy.post(CHAT, chat_body()), 402, "spend_cap_exceeded")
-        assert "has spent 1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
+        assert "1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
 
 
 async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
@@ -240,7 +241,7 @@ async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
     await spent.add(session, "t", 5.0)
     await spent.require(None, "t")
     await spent.add(None, "t", 5.0)
-    with pytest.raises(SpendCapExceeded, match="tenant t, in calls without a session, has spent 5"):
+    with fails_with(SpendCapExceeded, "tenant t", "5"):
         await spent.require(None, "t")
     await spent.require(None, "other")
     await spent.require(None, None)
@@ -249,11 +250,11 @@ async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
     await spent.require(None, "t")
     written = await spent.add(None, "t", 20.0)
     assert {each.key for each in written} == {"frozen_usd/t", "frozen_usd_without_session/t"}
-    with pytest.raises(SpendCapExceeded, match="tenant t has spent 20 USD"):
+    with fails_with(SpendCapExceeded, "tenant t", "20 USD"):
         await spent.require(None, "t")
     # Whoever is no tenant counts as one, within sessions, too.
     await spent.add(session, None, 13.0)
-    with pytest.raises(SpendCapExceeded, match="the caller without a tenant has spent 13 USD"):
+    with fails_with(SpendCapExceeded, "without a tenant", "13 USD"):
         await spent.require(None, "")
 
 
@@ -319,7 +320,7 @@ async def test_what_costs_nobody_knows(start: Start, provider: ScriptedProvider)
     assert (await scrape(proxy))("any_agent_frozen_unpriced_calls_total", model="judge") == 1
     provider.judge.priced = False
     require_prices(FrozenConfig(), provider)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"frozen\.tenant_usd cannot see .* judge; give each"):
+    with fails_with(ConfigError, "frozen.tenant_usd", "judge"):
         require_prices(FrozenConfig(tenant_usd=1), provider)  # type: ignore[call-arg]
 
 
@@ -399,7 +400,9 @@ async def test_without_a_session(start: Start, provider: ScriptedProvider) -> No
     assert not provider.judge.asked
 
 
-async def test_without_training(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_frozen_model_is_called_without_training(
+    start: Start, provider: ScriptedProvider
+) -> None:
     proxy = await start(training=False, provider=provider)
     response = await proxy.post(CHAT, chat_body())
     assert response.is_success
