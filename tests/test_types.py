@@ -48,7 +48,7 @@ def test_the_tokenizers_ends_stop_it(pad: Any, eos: Any, ids: tuple[int, ...]) -
     assert given.new_with_stop_and_pad_token_ids(tokenizer).stop_token_ids == ids
 
 
-def test_as_arguments_of_openais_client() -> None:
+def test_sampling_becomes_arguments_of_openais_client() -> None:
     given = GenerationHyperparameters(max_new_tokens=7, temperature=0.5, stop=("x",), top_k=3)
     assert given.to_openai_args_dict() == {
         "temperature": 0.5,
@@ -135,7 +135,7 @@ def test_a_request_in_openais_words() -> None:
         request.prompt = "other"  # type: ignore[misc]
 
 
-def test_a_request_that_contradicts_itself() -> None:
+def test_a_request_that_contradicts_itself_is_refused() -> None:
     gconfig = GenerationHyperparameters(temperature=0.5)
     with fails_with(ValueError, "temperature is 1.0", "gconfig.temperature is 0.5"):
         ModelRequest(gconfig=gconfig, temperature=1.0)
@@ -164,7 +164,7 @@ class Letters:
         ([], None, ""),
     ],
 )
-def test_a_responses_text(ids: list[int], stop: Any, text: str) -> None:
+def test_a_responses_text_is_its_decoded_tokens(ids: list[int], stop: Any, text: str) -> None:
     n = len(ids)
     response = ModelResponse([1], ids, [-1.0] * n, [0] * n, "stop", stop, Letters())
     assert response.text == text

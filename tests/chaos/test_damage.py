@@ -302,7 +302,7 @@ async def test_a_truncated_file(
 
 
 @pytest.mark.parametrize("how", ["a frame", "its header", "noise"])
-async def test_a_garbage_log(
+async def test_a_garbage_log_loses_what_followed_and_says_so(
     tmp_path: Path, figure: Figure, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """What was committed behind the damage is lost: whatever was live may be, and is ended."""
@@ -358,7 +358,7 @@ def dying_at(number: int) -> Callable[[Path, Path], Path]:
 
 
 @pytest.mark.gate
-async def test_a_kill_amid_the_salvage(
+async def test_a_salvage_that_was_killed_goes_on_at_the_next_start(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever rename: the next start goes on with it."""

@@ -132,7 +132,7 @@ def test_an_effort_becomes_the_templates_setting(
     assert effort_settings(effort, frozenset(known), own) == means
 
 
-def test_an_unknown_effort(qwen3: ChatFormat) -> None:
+def test_an_unknown_effort_is_refused_with_the_known_ones(qwen3: ChatFormat) -> None:
     with fails_with(
         InvalidRequest, "none, minimal, low, medium, high, xhigh, max", param="reasoning_effort"
     ):

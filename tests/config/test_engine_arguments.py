@@ -30,7 +30,7 @@ def test_options_come_as_text_list_or_mapping(given: str) -> None:
     assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
 
 
-def test_options_with_several_values() -> None:
+def test_an_option_may_have_several_values() -> None:
     config = settings(SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}")
     assert config.engine.arguments == ("--cuda-graph-bs", "1", "2")
 

@@ -39,7 +39,7 @@ def test_what_changes_a_setting_changes_what_names_it(tmp_path: Path) -> None:
     assert (config.experiment, str(config.rollout.fileroot)) == ("yours", "yours")
 
 
-def test_sections_numbers_and_lists(tmp_path: Path) -> None:
+def test_sections_numbers_and_lists_can_be_referred_to(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         "train_dataset: {path: x, split: s}\nvalid_dataset: ${train_dataset}\n"

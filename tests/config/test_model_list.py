@@ -27,7 +27,7 @@ def params(**fields: Any) -> dict[str, Any]:
     return {"model_name": "judge", "litellm_params": {"model": "openai/x", **fields}}
 
 
-def test_a_list_from_a_command_line() -> None:
+def test_a_list_may_be_given_or_emptied_at_a_command_line() -> None:
     made = config(GOOD, {**GOOD, "model_name": "other"})
     assert [entry["model_name"] for entry in made.frozen.model_list] == ["judge", "other"]
     assert load_config(None, ["frozen.model_list="], {}).frozen.model_list == ()

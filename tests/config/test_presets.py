@@ -79,7 +79,7 @@ def test_there_is_one_name_for_each() -> None:
         (["normalize_std=true"], {"normalize_std": "group"}),
     ],
 )
-def test_every_setting_by_itself(given: list[str], expected: dict[str, Any]) -> None:
+def test_every_setting_can_be_set_by_itself(given: list[str], expected: dict[str, Any]) -> None:
     config = train(*given)
     assert {name: getattr(config, name) for name in expected} == expected
     assert TrainConfig(**config.model_dump()) == config

@@ -231,7 +231,7 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
         )
 
 
-def test_the_first_so_many(tmp_path: Path) -> None:
+def test_a_limit_keeps_the_first_items(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     assert list(get_custom_dataset(path=path, limit=2)) == ROWS[:2]
 

@@ -50,7 +50,7 @@ def test_items_ahead_are_done_when_their_caller_says_so() -> None:
     assert sorted(row["k"] for batch in other for row in batch) == list(range(10))
 
 
-def test_nothing_to_load() -> None:
+def test_nothing_to_load_is_refused() -> None:
     with fails_with(ValueError, "batch_size is 0"):
         ItemLoader(ROWS, 0)
     with fails_with(DatasetError, "empty"):

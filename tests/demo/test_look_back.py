@@ -29,6 +29,6 @@ def test_the_scale_holds_rewards_below_zero() -> None:
     assert low < -0.5
 
 
-def test_no_steps_no_curve() -> None:
+def test_a_curve_needs_steps() -> None:
     with fails_with(ValueError, "step"):
         draw([], before=0.0, after=0.0, title="")

@@ -66,7 +66,7 @@ def test_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (config.train.steps, config.server.ranks, config.train.seed) == (7, 3, 4)
 
 
-def test_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_has_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(run, "demo_config", lambda _, **how: asked.update(how) or 1 / 0)
     with pytest.raises(ZeroDivisionError):

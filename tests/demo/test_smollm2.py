@@ -161,7 +161,7 @@ def test_nothing_is_left_of_one_that_was_stopped(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk(
+def test_a_full_disk_is_named_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def convert(file: Path, folder: Path) -> None:

@@ -17,7 +17,7 @@ from tests.support.scripted_engine import ScriptedEngine
 ADD: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
 
 
-async def test_whole_and_once_more(
+async def test_a_response_can_be_read_again_and_rewarded(
     client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     engine.say(said(chat, "12 and 3"))

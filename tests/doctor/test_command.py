@@ -50,7 +50,9 @@ def test_passwords_are_not_shown(form: list[str], capsys: pytest.CaptureFixture[
     assert "sesame" not in capsys.readouterr().err
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "tokenizer" in capsys.readouterr().err
 
@@ -76,7 +78,7 @@ def test_what_no_model_can_be_examined_with(
         assert not shown.out
 
 
-def test_a_model_without_a_template(
+def test_a_model_without_a_template_fails_the_check_of_rendering(
     with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_template(lambda text: text + " ")
@@ -91,7 +93,7 @@ def test_a_model_without_a_template(
     assert "chat_template.jinja" in capsys.readouterr().err
 
 
-def test_a_wrong_template(
+def test_a_wrong_template_fails_the_check_with_a_remedy(
     with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_template(lambda text: text.replace(CHANGED, "<|im_start|>model\\n'"))
@@ -133,7 +135,7 @@ def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
 
 
 @pytest.mark.service
-def test_a_trials_engine_with_stale_weights(
+def test_stale_weights_of_a_trials_engine_are_found(
     trial: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     import httpx

@@ -16,7 +16,7 @@ PROMPT, OUTPUT = list(range(10, 30)), list(range(50, 63))
 
 
 @pytest.mark.parametrize("part", [1024, 5, 1])
-async def test_tokens_over_their_whole_context(
+async def test_a_forward_pass_has_the_true_logprobs(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     monkeypatch.setattr(forward_pass, "_PART", part)

@@ -20,7 +20,7 @@ from tests.support.errors import fails_with
 KEY = "the-engines-own-key"
 
 
-def test_an_engine_that_requires_a_key(
+def test_an_engine_that_requires_a_key_is_served_and_trained(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_key_file(tmp_path / "key.json", KEY)

@@ -256,7 +256,9 @@ async def drive_again(node: Node) -> None:
     await drive(node, 1000)
 
 
-def test_a_rank_that_lost_its_journal(whole: Config, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_training_goes_on_after_a_rank_lost_its_journal(
+    whole: Config, tmp_path: Path, tiny_model_dir: Path
+) -> None:
     """The machine is gone, and with it what the steps after the checkpoint had taken from there."""
     config = config_for(tmp_path / "runs", tiny_model_dir)
     run = trial_dir(config)

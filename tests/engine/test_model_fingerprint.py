@@ -24,7 +24,7 @@ def folder(path: Path, **config: object) -> str:
     return str(path)
 
 
-def test_of_a_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_folders_shape_is_read_from_its_config(tmp_path: Path, tiny_model_dir: Path) -> None:
     tiny = shape_of(str(tiny_model_dir))
     assert (tiny.model_type, tiny.architectures) == ("qwen3", ("Qwen3ForCausalLM",))
     assert tiny.vocab_size is not None and tiny.vocab_size > 100

@@ -106,7 +106,7 @@ async def test_calls_that_ask_at_the_same_time_share_a_question() -> None:
     assert engine.questions == 2
 
 
-async def test_a_second_outage() -> None:
+async def test_a_second_outage_closes_the_gate_again() -> None:
     engine = Asked()
     engine.up = True
     outage = Outage(engine, max_wait=60)

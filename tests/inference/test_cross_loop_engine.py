@@ -76,7 +76,9 @@ async def test_an_engine_as_it_is(models: list[Path], urls: list[str]) -> None:
         assert engine.path is not None and engine.path.name == "step-00000020"
 
 
-async def test_the_engines_of_a_scripts_configuration(models: list[Path], urls: list[str]) -> None:
+async def test_the_engines_of_a_scripts_configuration_are_used_at_any_version(
+    models: list[Path], urls: list[str]
+) -> None:
     """Training changes their weights: whatever version they are at, they are the right ones."""
     engine = {"urls": urls[:2]}
     config = GRPOConfig.model_validate({"engine": engine, "model": {"path": str(models[0])}})
@@ -86,20 +88,22 @@ async def test_the_engines_of_a_scripts_configuration(models: list[Path], urls: 
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_an_engine_with_other_weights(trial: RunDir, urls: list[str], which: int) -> None:
+def test_an_engine_with_other_weights_is_refused(
+    trial: RunDir, urls: list[str], which: int
+) -> None:
     serves, wanted = ("version 21", "version 11") if which == 2 else ("version 0", "version 21")
     names = PLACE | ({} if which == 1 else {"step": 10})
     with fails_with(ConfigError, serves, wanted):
         RemoteSGLangEngine().initialize(**names, root=trial.path.parents[2], url=urls[which])
 
 
-def test_an_engine_with_another_folder(models: list[Path], urls: list[str]) -> None:
+def test_an_engine_with_another_folder_is_refused(models: list[Path], urls: list[str]) -> None:
     """Both are version 0, of which there are as many as folders."""
     with fails_with(ConfigError, "version 0", "step-00000010"):
         RemoteSGLangEngine().initialize(model=models[1], url=urls[1])
 
 
-def test_an_engine_with_another_vocabulary(trial: RunDir) -> None:
+def test_an_engine_with_another_vocabulary_is_refused(trial: RunDir) -> None:
     scripted = ScriptedEngine()
     scripted.vocabulary, scripted.weight_version = 379, "21"
     engine = RemoteSGLangEngine()
@@ -130,7 +134,7 @@ def test_an_address_that_is_not_private(url: str) -> None:
         RemoteSGLangEngine().initialize(url=url)
 
 
-async def test_a_model_without_a_chat_template(
+async def test_a_model_without_a_chat_template_takes_ids_alone(
     models: list[Path], urls: list[str], tmp_path: Path
 ) -> None:
     """Token ids can be asked; a prompt cannot."""

@@ -234,7 +234,9 @@ def test_workflows_run_on_it(engine: RemoteSGLangEngine) -> None:
     assert len(engine.prepare_batch(items, workflow=Saying(), timeout=60)) == 4
 
 
-def test_a_script_s_whole_configuration(models: list[Path], tmp_path: Path) -> None:
+def test_a_scripts_configuration_serves_its_model_and_sampling(
+    models: list[Path], tmp_path: Path
+) -> None:
     """Its model is served, and workflows sample as it says."""
     config = GRPOConfig.model_validate(
         {

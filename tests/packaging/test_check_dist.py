@@ -44,7 +44,7 @@ def wheel_of(path: Path, names: list[str], required: list[str]) -> Path:
     return wheel
 
 
-def test_a_complete_wheel(check: ModuleType, tracked: list[str], tmp_path: Path) -> None:
+def test_a_complete_wheel_passes(check: ModuleType, tracked: list[str], tmp_path: Path) -> None:
     wheel = wheel_of(tmp_path, tracked, REQUIRED + EXTRA)
     check.check_wheel(wheel, check.metadata_of(wheel))
 

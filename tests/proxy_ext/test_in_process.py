@@ -269,7 +269,7 @@ async def test_what_an_episode_is_not_run_on(start: Start) -> None:
     workflow = ProxyWorkflow(proxy.front)
     with fails_with(ConfigError, "arun_episode(engine, None)"):
         await workflow.arun_episode(proxy.front.engine, {"messages": []})
-    with fails_with(ConfigError, "engine"):
+    with fails_with(ConfigError, "the engine that"):
         await workflow.arun_episode(other, None)  # type: ignore[arg-type]
     with fails_with(ConfigError, "dict"):
         ProxyWorkflow({})  # type: ignore[arg-type]

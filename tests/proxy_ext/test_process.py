@@ -70,7 +70,9 @@ def test_a_template_that_cannot_be_rendered(tiny_model_dir: Path, tmp_path: Path
         ({"server": {"host": "0.0.0.0"}}, "server.admin_key"),
     ],
 )
-def test_a_bad_configuration(tmp_path: Path, section: dict[str, object], says: str) -> None:
+def test_a_bad_configuration_ends_with_2_and_no_traceback(
+    tmp_path: Path, section: dict[str, object], says: str
+) -> None:
     # Settings in the environment were resolved by whoever wrote the file.
     ended = run(write_config(tmp_path, tmp_path, **section), "--port", "0", ANY_AGENT_TRIAL="no")
     assert ended.returncode == 2
@@ -102,7 +104,7 @@ def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> No
     assert "Traceback" not in ended.stderr
 
 
-def test_an_engine_in_public(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_engine_in_public_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     arguments = ("--port", "0", "--engine-url", "http://8.8.8.8:30000")
     ended = run(write_config(tmp_path, tiny_model_dir), *arguments)
     assert ended.returncode == 2
@@ -110,7 +112,9 @@ def test_an_engine_in_public(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-async def test_an_engine_with_another_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+async def test_an_engine_with_another_model_is_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     scripted = ScriptedEngine()
     scripted.vocabulary = 99
     async with scripted.serve() as url:

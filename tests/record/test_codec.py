@@ -284,7 +284,7 @@ def test_a_wrong_setting_that_bends_the_distribution(make: Make, at: int, value:
         unpack_interaction(msgpack.packb(plain))
 
 
-def test_unknown_fields_and_formats(make: Make) -> None:
+def test_unknown_fields_and_formats_are_refused(make: Make) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
     with fails_with(ValueError, "20 values", "19"):
         unpack_interaction(msgpack.packb(plain | {"interaction": [*plain["interaction"], 1]}))

@@ -178,7 +178,7 @@ def test_what_has_no_tokens_has_no_tensors() -> None:
         short.to_tensor_dict()
 
 
-def test_a_completion_by_itself() -> None:
+def test_a_completion_has_its_own_tokens_and_reward() -> None:
     by_hand = CompletionWithTokenLogpReward(id="x", text="hi", token_ids=[1], logprobs=[-0.5])
     assert by_hand.reward is None
     recorded = interaction("b", [5], [6], reward=1.0)

@@ -46,7 +46,7 @@ def test_an_interval_of_values_from_0_to_1_stays_there() -> None:
         assert found is not None and found.interval == pytest.approx(interval, abs=1e-3)
 
 
-def test_too_few_items_for_an_interval() -> None:
+def test_too_few_items_have_no_interval() -> None:
     assert estimate([]) is None
     assert estimate([0.5]) == (0.5, None, 1)
     assert estimate([0.5, 0.5]) == (0.5, (0.5, 0.5), 2)

@@ -74,7 +74,7 @@ def test_those_that_are_done_come_first_in_the_order_of_their_submission() -> No
         assert e.wait_for_task(ids[0], timeout=60) is not None
 
 
-def test_ids_of_ones_own() -> None:
+def test_ids_of_ones_own_are_kept_apart_from_given_ones() -> None:
     with executor() as e:
         assert e.submit({"n": 1}, Doing(), task_id=1) == 1
         assert e.submit({"n": 2}, Doing()) == 0
@@ -237,7 +237,7 @@ def test_the_next_batch_is_made_meanwhile() -> None:
         until(lambda: len(workflow.seen) == 12)
 
 
-def test_one_loader_and_workflow_per_executor() -> None:
+def test_an_executor_keeps_to_its_loader_and_workflow() -> None:
     data, workflow = items(10), Doing()
     with executor() as e:
         e.prepare_batch(data, workflow, timeout=60)
@@ -368,7 +368,7 @@ class Once:
 # -- for the trainer ---------------------------------------------------------------------------
 
 
-def test_groups_of_sessions() -> None:
+def test_a_batch_is_whole_groups_without_the_rejected_ones() -> None:
     dropped: list[tuple[int, str]] = []
 
     def twos(data: dict[str, Any]) -> Any:
@@ -420,7 +420,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
 # -- what a workflow knows ---------------------------------------------------------------------
 
 
-def test_the_context_of_an_episode() -> None:
+def test_an_episode_knows_its_context() -> None:
     sampling = GenerationHyperparameters(temperature=0.7)
     greedy = sampling.new(temperature=0.0)
     workflow = Doing()
@@ -459,7 +459,7 @@ def test_what_cannot_be_copied_is_shared() -> None:
     assert workflow.data[0]["lock"] is lock
 
 
-def test_figures_of_episodes() -> None:
+def test_figures_count_episodes_and_evaluations_apart() -> None:
     stats_tracker.export_all()
     with executor() as e:
         e.rollout_batch(items(6), THIRD)
@@ -557,7 +557,7 @@ def test_an_executor_that_was_not_started() -> None:
     e.stop()
 
 
-def test_several_callers_at_once() -> None:
+def test_several_callers_at_once_get_their_own() -> None:
     with executor(batch_size=2, eta=0, max_concurrent=3) as e:
         results: list[list[int]] = []
 

@@ -116,7 +116,7 @@ def test_a_query_of_thousands_of_fields_is_not_looked_through() -> None:
     assert place(query=f"{few}&session_id={IDS[1]}") == (1, True)
 
 
-def test_two_sessions_of_different_ranks() -> None:
+def test_two_sessions_of_different_ranks_are_refused() -> None:
     for where in (
         {**bearer(KEYS[0]), "X_Any_Agent_Session": IDS[1]},
         {"X_Any_Agent_Session": IDS[1], "query": f"session_id={IDS[2]}"},
@@ -168,7 +168,7 @@ def test_groups_and_tasks_have_one_home_each() -> None:
     assert homes(api_key=KEYS[2], group_id=None, task_id=None) == [2]
 
 
-def test_an_earlier_key_and_its_group() -> None:
+def test_an_earlier_key_must_be_of_its_groups_rank() -> None:
     there = home_of("g", range(RANKS))
     for rank in range(RANKS):
         if rank == there:

@@ -89,7 +89,7 @@ def test_a_port_in_use(config: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_bad_configuration(tmp_path: Path) -> None:
+def test_a_bad_configuration_ends_with_2_and_the_key(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path, servr={"ranks": 1})
     ended = run(config, "--host", "127.0.0.1", "--port", "0")
     assert ended.returncode == 2

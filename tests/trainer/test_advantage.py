@@ -185,7 +185,7 @@ def test_leave_one_out() -> None:
     leave_one_out_law()
 
 
-def test_mean_and_deviation_of_the_batch() -> None:
+def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
     batch_law()
 
 

@@ -258,14 +258,14 @@ def test_thinking_becomes_the_templates_setting(
     assert (call.chat.reasoning_effort, call.hides_thinking) == (effort, hidden)
 
 
-def test_a_template_without_a_switch() -> None:
+def test_a_template_without_a_switch_gets_an_effort_only() -> None:
     chat = parse(known=frozenset(), thinking={"type": "disabled"}).chat
     assert (chat.template_kwargs, chat.reasoning_effort) == ({}, "none")
     chat = parse(known=frozenset(), thinking={"type": "enabled", "budget_tokens": 2048}).chat
     assert (chat.template_kwargs, chat.reasoning_effort) == ({}, None)
 
 
-def test_a_given_format() -> None:
+def test_a_given_format_becomes_a_grammar_which_trains_nothing() -> None:
     for fields in ({"output_config": {"format": FORMAT}}, {"output_format": FORMAT}):
         chat = parse(**fields).chat
         assert orjson.loads(chat.gconfig.grammar or "") == {"json_schema": SCHEMA}

@@ -156,7 +156,7 @@ def test_usage_is_the_one_stream_option_with_an_effect() -> None:
             parse(stream_options={name: True})
 
 
-def test_the_effort_of_reasoning() -> None:
+def test_an_effort_has_two_spellings_that_must_agree() -> None:
     for asked in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low", "enabled": True}}):
         call = parse(**asked)
         assert call.reasoning_effort == "low"
@@ -236,7 +236,7 @@ def test_a_choice_that_cannot_be_made(choice: Any) -> None:
         parse(tools=[TOOL], tool_choice=choice)
 
 
-def test_a_choice_without_tools() -> None:
+def test_a_required_call_needs_tools() -> None:
     assert parse(tool_choice="auto").forced_call is None
     with fails_with(InvalidRequest, param="tool_choice"):
         parse(tool_choice="required")
@@ -370,7 +370,7 @@ def test_formats_that_cannot_be_had(asked: dict[str, Any]) -> None:
     assert (raised.value.param or "").split(".")[0] == next(iter(asked))
 
 
-def test_one_format_at_a_time() -> None:
+def test_two_formats_at_a_time_are_refused() -> None:
     with fails_with(InvalidRequest, "guided_regex and regex"):
         parse(guided_regex="a", regex="a")
 
@@ -380,7 +380,9 @@ def test_one_format_at_a_time() -> None:
     [("auto", True, True, "grammar"), ("none", True, False, "grammar")]
     + [(choice, False, True, None) for choice in ("required", {"type": "function"})],
 )
-def test_a_format_and_tools(choice: Any, grammar: bool, tools: bool, why: str | None) -> None:
+def test_a_forced_call_ignores_the_format_and_says_so(
+    choice: Any, grammar: bool, tools: bool, why: str | None
+) -> None:
     if isinstance(choice, dict):
         choice["function"] = {"name": "f"}
     call = parse(response_format={"type": "json_object"}, tools=[TOOL], tool_choice=choice)

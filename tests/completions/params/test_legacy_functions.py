@@ -36,7 +36,7 @@ def test_they_are_tools(older: dict[str, Any], newer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("nothing", [{"functions": []}, {"function_call": "none"}])
-def test_none_of_them(nothing: dict[str, Any]) -> None:
+def test_empty_functions_change_nothing(nothing: dict[str, Any]) -> None:
     assert parse(**nothing, tools=[TOOL]) == parse(tools=[TOOL])
 
 
@@ -66,7 +66,7 @@ def test_malformed_functions_are_refused_by_their_older_name(
     assert raised.value.param in ("functions", "function_call")
 
 
-def test_a_conversation_in_the_older_form() -> None:
+def test_the_older_form_becomes_calls_and_results_of_tools() -> None:
     told: list[Any] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},

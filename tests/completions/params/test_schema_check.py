@@ -99,7 +99,7 @@ def test_whatever_is_shown_is_short(value: Any, text: str) -> None:
     assert shown(value) == text
 
 
-def test_text_of_json() -> None:
+def test_json_is_bounded_and_valid_unicode() -> None:
     assert json_text({"a": [1]}, "x", longest=9) == '{"a":[1]}'
     with fails_with(InvalidRequest, "9 bytes", "more than 8"):
         json_text({"a": [1]}, "x", longest=8)

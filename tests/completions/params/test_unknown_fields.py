@@ -51,7 +51,7 @@ def test_names_are_made_plain(name: str, plain: str) -> None:
         parse(**{"x" * 65: 1})
 
 
-def test_so_many_and_no_more() -> None:
+def test_the_number_of_unknown_parameters_is_bounded() -> None:
     many = {f"p{k}": k for k in range(MAX_UNKNOWN)}
     assert parse(**many).recorded == many
     with fails_with(InvalidRequest, "32", param="one_more"):
@@ -151,7 +151,7 @@ def test_a_switch_is_as_in_template_kwargs(api: str, on: bool) -> None:
 
 
 @pytest.mark.parametrize("api", CHATS)
-def test_a_switch_that_the_template_lacks(api: str) -> None:
+def test_a_switch_that_the_template_lacks_is_ignored_and_named(api: str) -> None:
     call = parse(api=api, enable_thinking=False)
     assert (call.template_kwargs, call.ignored) == ({}, ("enable_thinking",))
     assert call.recorded == {"enable_thinking": False}
@@ -198,13 +198,13 @@ def test_thinking_has_several_forms(switch: str, value: Any, on: bool | None) ->
         {"enable_thinking": True, "thinking": False},
     ],
 )
-def test_switches_of_no_valid_form(wrong: dict[str, Any]) -> None:
+def test_switches_of_no_valid_form_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse(told=switched("enable_thinking"), **wrong)
     assert raised.value.param in wrong
 
 
-def test_thinking_of_messages_and_a_switch() -> None:
+def test_thinking_and_a_switch_must_agree() -> None:
     told = switched("enable_thinking")
     on: Any = {"thinking": {"type": "enabled"}}
     assert parse(api="messages", told=told, **on, enable_thinking=True).template_kwargs == {

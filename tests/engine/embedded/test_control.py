@@ -243,7 +243,7 @@ async def test_the_output_is_clamped_to_the_context(engine: EmbeddedEngine) -> N
     assert (finish.type, len(generation.request.output_ids)) == ("length", 8)
 
 
-async def test_no_new_tokens_at_all(engine: EmbeddedEngine) -> None:
+async def test_a_request_for_no_tokens_takes_no_step(engine: EmbeddedEngine) -> None:
     generation = engine.submit(request("a", [4], max_new_tokens=0))
     assert (await generation.finished()).type == "length"
     assert engine.loop.steps == 0

@@ -61,7 +61,7 @@ def test_draws_are_of_the_softmax(cases: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_draws_at_other_temperatures(temperature: float) -> None:
+def test_draws_at_other_temperatures_have_their_distribution(temperature: float) -> None:
     ids = draw(((seed, 3) for seed in range(DRAWS)), temperature=temperature)
     assert chi_square(ids, torch.softmax(LOGITS / temperature, -1)) < BEYOND
 
@@ -130,7 +130,7 @@ async def test_a_resubmission_goes_on_as_if_nothing_had_been(engine: EmbeddedEng
 
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
-async def test_seeds_beyond_64_bits(engine: EmbeddedEngine, seed: int) -> None:
+async def test_seeds_beyond_64_bits_are_refused(engine: EmbeddedEngine, seed: int) -> None:
     with fails_with(InvalidRequest, "seed"):
         engine.submit(request("x", prompt(4), seed=seed))
     limit = 2**63 - 1 if seed > 0 else -(2**63)

@@ -126,7 +126,7 @@ async def test_a_call_over_two_updates_has_three_versions(
 
 
 @BOTH
-async def test_a_budget_spent_at_the_seam(
+async def test_a_budget_spent_at_the_seam_ends_the_call(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     """The engine reports the abort before it noticed that the last token had come."""

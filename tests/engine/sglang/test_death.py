@@ -282,7 +282,7 @@ async def test_an_update_while_the_engine_is_away(
 
 
 @BOTH
-async def test_a_death_in_an_update(
+async def test_a_call_survives_a_death_in_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     scripted.hold(2)

@@ -48,7 +48,7 @@ def test_a_refusal_becomes_an_error_of_its_kind(
         ("m", EngineUnavailable),
     ],
 )
-def test_errors_amid_a_stream(error: Any, kind: type[AnyAgentError]) -> None:
+def test_errors_amid_a_stream_keep_their_kind(error: Any, kind: type[AnyAgentError]) -> None:
     with fails_with(kind, "m"):
         ChunkReader(request()).read({"error": error})
 

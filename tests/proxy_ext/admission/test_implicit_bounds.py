@@ -36,7 +36,7 @@ from tests.support.scripted_engine import ScriptedEngine
 OTHER = [SYSTEM, {"role": "user", "content": "Say a word."}]
 
 
-async def test_tenants_never_meet(start: Start, engine: ScriptedEngine) -> None:
+async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngine) -> None:
     proxy = await start(*settings(ADMIN))
     await proxy.admit(100)
     tenants = Tenants(proxy)
@@ -215,7 +215,9 @@ async def test_one_that_is_open_as_training_ends_stays_a_train_session(
 
 
 @pytest.mark.service
-async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
+async def test_a_grader_that_misbehaves_costs_its_session_alone(
+    start: Start, tmp_path: Path
+) -> None:
     """Rejected and counted, never trained on; others are graded all the same."""
     grader = "tests.support.graders.misbehaves"
     proxy = await start(*settings("sessions.grader_timeout=10", grader=grader))

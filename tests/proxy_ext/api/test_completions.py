@@ -158,7 +158,7 @@ async def test_chats_and_texts_do_not_continue_each_other(
     assert [i.parent_id for i in await proxy.recorded(session["session_id"])] == [None] * 3
 
 
-async def test_several_prompts_and_choices(
+async def test_each_choice_of_several_prompts_is_recorded(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
 ) -> None:
     prompts = ["a b", "c d e"]
@@ -265,7 +265,9 @@ async def test_refused_requests_name_their_parameter(proxy: Proxy, session: dict
     assert await proxy.recorded(session["session_id"]) == []
 
 
-async def test_both_spellings_of_the_path(proxy: Proxy, session: dict[str, Any]) -> None:
+async def test_both_spellings_of_the_path_are_recorded(
+    proxy: Proxy, session: dict[str, Any]
+) -> None:
     for path in ("/v1/completions", "/completions", f"/{session['api_key']}/v1/completions"):
         response = await proxy.post(path, {"prompt": "a", "max_tokens": 2}, session["api_key"])
         assert response.status_code == 200, response.text

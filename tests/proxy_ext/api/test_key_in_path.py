@@ -69,7 +69,7 @@ async def test_a_lanes_key_goes_with_its_earlier_session(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("server.admin_key=operator-secret",)])
-async def test_base_urls_with_v1_and_without(start: Start, keys: tuple[str, ...]) -> None:
+async def test_base_urls_may_end_in_v1_once(start: Start, keys: tuple[str, ...]) -> None:
     proxy = await start(*keys)
     await proxy.admit(10)
     session = await proxy.open()

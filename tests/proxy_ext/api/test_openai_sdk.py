@@ -65,7 +65,7 @@ async def test_a_stream_has_the_text_in_parts_and_its_usage_last(
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
 
 
-async def test_the_sdks_own_stream_helper(sdk: openai.AsyncOpenAI) -> None:
+async def test_the_sdks_stream_helper_finds_the_cut(sdk: openai.AsyncOpenAI) -> None:
     async with sdk.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=4) as stream:
         async for _ in stream:
             pass
@@ -97,9 +97,8 @@ async def test_errors_come_as_their_classes_and_are_not_retried(
     await sdk.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
     await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
     sent.clear()
-    with fails_with(openai.APIStatusError, "new session") as closed:
+    with fails_with(openai.APIStatusError, "new session", status_code=410):
         await sdk.chat.completions.create(model=MODEL, messages=HELLO)
-    assert closed.value.status_code == 410
     with pytest.raises(openai.ConflictError):
         # As a custom client would post to us through the SDK.
         await sdk.post(
@@ -140,7 +139,7 @@ async def test_the_policy_is_the_listed_model(sdk: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in await sdk.models.list()] == ["policy"]
 
 
-async def test_behind_a_path_prefix(start: Start, proxy: Proxy) -> None:
+async def test_a_key_in_the_path_names_the_session(start: Start, proxy: Proxy) -> None:
     session = await proxy.open()
     async with openai.AsyncOpenAI(
         base_url=f"{proxy.url}/{session['api_key']}/v1", api_key="DUMMY"

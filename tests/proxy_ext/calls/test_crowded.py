@@ -283,7 +283,7 @@ async def test_a_proxy_that_stops(proxy: Proxy) -> None:
     turned_away(await open_raw(proxy), 503, "draining")
 
 
-async def test_too_many_requests_at_once(proxy: Proxy) -> None:
+async def test_too_many_requests_at_once_are_turned_away(proxy: Proxy) -> None:
     bounds = proxy.front.limits
     bounds.max_requests = 0
     turned_away(await proxy.http.get("/healthz"), 503, "too_many_requests")
@@ -324,7 +324,7 @@ async def test_a_key_gets_its_half_whatever_others_have(
     await until(lambda: bounds.requests == 0)
 
 
-async def test_too_many_bytes_at_once(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_too_many_bytes_at_once_are_turned_away(proxy: Proxy, engine: ScriptedEngine) -> None:
     bounds = proxy.front.limits
     bounds.max_bytes = 50_000
     keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]

@@ -61,7 +61,7 @@ class SlowJournal:
 
 
 @BOTH
-async def test_a_dead_engine(start: Start, stream: bool) -> None:
+async def test_a_dead_engine_fails_the_call_and_readiness_alone(start: Start, stream: bool) -> None:
     other = ScriptedEngine()
     async with other.serve() as url:
         proxy = await start("engine.update_wait=0.1", engine_url=url)

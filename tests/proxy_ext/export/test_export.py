@@ -47,7 +47,7 @@ async def fill(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("serving", [True, False])
-async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> None:
+async def test_each_session_is_exported_once(rank: Rank, tmp_path: Path, serving: bool) -> None:
     await fill(rank)
     if not serving:
         await rank.stop()
@@ -135,7 +135,9 @@ async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
     await rank.start()
 
 
-async def test_a_journal_that_began_anew(rank: Rank, tmp_path: Path) -> None:
+async def test_a_journal_that_began_anew_is_exported_with_the_archives(
+    rank: Rank, tmp_path: Path
+) -> None:
     """The numbers of its sessions are those of others in the archives."""
     await fill(rank)
     await rank.stop()
@@ -382,7 +384,7 @@ def test_the_states_are_all_there_are() -> None:
     assert set(_STATES) == set(SessionState) == set(get_args(protocol.State))
 
 
-def test_it_imports_no_torch(tmp_path: Path) -> None:
+def test_an_export_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys, runpy; sys.argv = ['x', 'root=/nowhere']\n"
         "try: runpy.run_module('proxy_ext.export', run_name='__main__')\n"

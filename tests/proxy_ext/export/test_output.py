@@ -42,7 +42,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_where_a_link_leads(tmp_path: Path, there: bool) -> None:
+def test_what_a_link_leads_to_is_written(tmp_path: Path, there: bool) -> None:
     target, link = tmp_path / "there" / "target", tmp_path / "link"
     target.parent.mkdir()
     if there:

@@ -134,7 +134,7 @@ BUILT_IN += ["mcp_toolset", "advisor_20260301", "computer_use", "url", "litellm"
 
 
 @pytest.mark.parametrize("api", TOOLS)
-def test_functions_of_the_agents_own(api: str) -> None:
+def test_functions_reach_the_provider_without_other_fields(api: str) -> None:
     assert check(api, tools=TOOLS[api]).params["tools"] == TOOLS[api]
     for tool in TOOLS[api]:
         # A provider may take another field for a tool of its own.

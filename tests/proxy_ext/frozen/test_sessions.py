@@ -122,7 +122,7 @@ async def test_exports_for_training_leave_them_out(proxy: Proxy) -> None:
         assert b"frozen" not in lines and b"Four it is." not in lines, style
 
 
-async def test_a_session_of_nothing_else(proxy: Proxy) -> None:
+async def test_a_session_of_frozen_calls_alone_has_no_interactions(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     rewarded = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, session["api_key"])
@@ -150,7 +150,9 @@ async def test_texts_are_not_kept_where_none_are(start: Start, provider: Scripte
 # -- caps --------------------------------------------------------------------------------------
 
 
-async def test_a_sessions_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> None:
+async def test_a_sessions_cap_refuses_further_frozen_calls(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
+) -> None:
     config = config_for(tmp_path, CAP)
     async with AsyncExitStack() as stack:
         run = running_proxy(config, chat, engine_url=engine.url, provider=ScriptedProvider())
@@ -177,7 +179,7 @@ async def test_a_sessions_cap(tmp_path: Path, chat: ChatFormat, engine: Scripted
         assert done.is_success, done.text
 
 
-async def test_a_refusal_in_anthropics_shape(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_refusal_has_anthropics_shape(start: Start, provider: ScriptedProvider) -> None:
     proxy = await start("frozen.session_usd=0", provider=provider)
     await proxy.admit(10)
     session = await proxy.open(task_id="t")
@@ -189,7 +191,9 @@ async def test_a_refusal_in_anthropics_shape(start: Start, provider: ScriptedPro
     assert not provider.judge.asked
 
 
-async def test_a_tenants_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> None:
+async def test_a_tenants_cap_spans_its_sessions(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
+) -> None:
     config = config_for(tmp_path, ADMIN, "frozen.tenant_usd=2", "server.ranks=2")
     # Of two ranks each enforces its half.
     run: Callable[[], Any] = lambda: running_proxy(  # noqa: E731
@@ -212,7 +216,7 @@ async def test_a_tenants_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedE
 
 
 @pytest.mark.parametrize("cap", ["session", "tenant"])
-async def test_a_cap_without_sessions(
+async def test_a_cap_holds_without_sessions(
     tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine, cap: str
 ) -> None:
     """Nothing is trained, and nobody is a tenant."""
@@ -394,7 +398,9 @@ async def test_tokens_of_another_model_are_not_counted(proxy: Proxy) -> None:
     assert "policy's tokens" in refused(response, 400, "invalid_request")
 
 
-async def test_without_a_session(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_frozen_call_needs_a_session_in_training(
+    start: Start, provider: ScriptedProvider
+) -> None:
     training = await start(provider=provider)
     refused(await training.post(CHAT, chat_body()), 401, "no_session")
     assert not provider.judge.asked

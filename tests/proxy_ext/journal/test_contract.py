@@ -14,7 +14,7 @@ from tests.support.journal_contract import check_journal
 from tests.support.proxy_fixtures import Start
 
 
-async def test_the_sqlite_journal(tmp_path: Path) -> None:
+async def test_sqlite_keeps_the_journals_contract(tmp_path: Path) -> None:
     url = RunDir(tmp_path / "a trial: é#?%").journal_url(0)
     await check_journal(lambda: open_journal(url))
     journal = open_journal(url)
@@ -22,7 +22,7 @@ async def test_the_sqlite_journal(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_the_journal_of_the_document() -> None:
+async def test_the_documents_journal_keeps_the_contract() -> None:
     run_code_of("Add a journal")
     await check_journal(lambda: open_journal("memory://contract"))
 

@@ -214,7 +214,7 @@ async def test_the_log_stays_small(tmp_path: Path) -> None:
     await journal.close()
 
 
-def test_lost_commits_in_a_log(tmp_path: Path) -> None:
+def test_lost_commits_in_a_log_are_found_as_sqlite_finds_them(tmp_path: Path) -> None:
     """Against what SQLite itself reads of the same log."""
     path, copy = tmp_path / "w.sqlite", tmp_path / "copy.sqlite"
     connection = sqlite3.connect(path, isolation_level=None)

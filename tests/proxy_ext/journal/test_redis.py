@@ -179,7 +179,9 @@ async def test_a_cancelled_write_is_over_when_its_caller_is(
     await journal.close()
 
 
-async def test_a_full_server(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_full_server_loses_nothing_acknowledged(
+    tmp_path: Path, server: RedisServer
+) -> None:
     journal = Machine(tmp_path, server.url, "a").open()
     await put(journal, "s1")
     with server.client() as client:
@@ -257,7 +259,9 @@ async def test_erased_content_leaves_the_log(tmp_path: Path, server: RedisServer
     assert b"i1" not in snapshot.read_bytes()
 
 
-async def test_a_journal_from_before_redis(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_journal_from_before_redis_goes_on_there(
+    tmp_path: Path, server: RedisServer
+) -> None:
     first, second = (Machine(tmp_path, server.url, name) for name in "ab")
     journal = open_journal(first.run.journal_url(0))
     await put(journal, "s1")

@@ -71,7 +71,7 @@ async def test_a_server_at_a_socket_is_used(tmp_path: Path) -> None:
         (("--requirepass", "secret-word"), "login"),
     ],
 )
-async def test_servers_that_promise_too_little(
+async def test_servers_that_promise_too_little_are_refused(
     tmp_path: Path, settings: tuple[str, str], message: str
 ) -> None:
     with RedisServer(tmp_path / "redis", *settings) as server:
@@ -266,7 +266,7 @@ async def until_refused(journal: Journal, reason: str) -> None:
 
 
 @pytest.mark.service
-async def test_sentinel_and_a_failover(tmp_path: Path) -> None:
+async def test_a_failover_loses_nothing_acknowledged(tmp_path: Path) -> None:
     with pair_with_sentinel(tmp_path) as (one, two, url):
         journal = Machine(tmp_path, url, "a").open(replicas=1)
         await put(journal, "s1")

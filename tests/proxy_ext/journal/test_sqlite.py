@@ -254,7 +254,7 @@ async def test_answers_are_kept_once_and_dropped_by_age(journal: SQLiteJournal) 
     assert await journal.answer("admin", "k") is None
 
 
-async def test_states_of_a_session(journal: SQLiteJournal) -> None:
+async def test_each_state_of_a_session_is_read_back(journal: SQLiteJournal) -> None:
     first = make_row(
         "s1", tenant="t", opened_by="tenant t (key 1)", pinned_version=3, clock="boot 12.5"
     )
@@ -326,7 +326,7 @@ async def test_what_there_is_of_names(journal: SQLiteJournal) -> None:
     assert sorted(await journal.group_ids()) == ["g", "h"]
 
 
-async def test_the_highest_number_of_a_task(journal: SQLiteJournal) -> None:
+async def test_the_highest_number_of_a_task_is_found(journal: SQLiteJournal) -> None:
     assert await journal.last_number("task-0-") is None
     for id in ("task-0-9", "task-0-10", "task-0-77-0-80", "task-0-x", "task-1-99", "task-0.5"):
         await journal.commit(PutSession(make_row(id)))
@@ -335,7 +335,7 @@ async def test_the_highest_number_of_a_task(journal: SQLiteJournal) -> None:
     assert await journal.last_number("tas-0-") is None
 
 
-async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:
+async def test_the_newest_session_of_a_lane_is_found(journal: SQLiteJournal) -> None:
     for k, at in enumerate((1.0, 3.0, 3.0, 2.0)):
         await journal.commit(PutSession(make_row(f"s{k}", lane="lane", created_at=at)))
     newest = await journal.session_of_lane("lane")
@@ -458,7 +458,9 @@ async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_a_full_disk(journal: SQLiteJournal, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_refuses_writes_until_there_is_space(
+    journal: SQLiteJournal, caplog: pytest.LogCaptureFixture
+) -> None:
     """As SQLite reports it; what was acknowledged before stays readable."""
     await journal.commit(PutMeta("a", 1))
     execute = journal._writer.connection.execute

@@ -342,7 +342,7 @@ async def test_an_export_discounts_later_rewards(proxy: Proxy) -> None:
 # -- weight updates ----------------------------------------------------------------------------
 
 
-async def test_a_weight_update(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_weight_update_goes_on_amid_a_call(proxy: Proxy, engine: ScriptedEngine) -> None:
     session = await proxy.open()
     engine.hold(3)
     call = asyncio.create_task(proxy.complete(session["api_key"]))

@@ -92,7 +92,7 @@ def test_its_secrets_are_known_for_redaction(tmp_path: Path) -> None:
     assert set(found) == {"sk-written-in-the-file", "of-the-environment"}
 
 
-def test_one_list_of_models() -> None:
+def test_two_lists_of_models_are_refused() -> None:
     entry = {
         "model_name": "judge",
         "litellm_params": {"model": "openai/x", "api_key": "os.environ/K"},

@@ -226,7 +226,9 @@ async def test_a_grader_may_be_async_and_give_names(start: Start) -> None:
 
 
 @pytest.mark.service
-async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
+async def test_a_grader_that_misbehaves_costs_its_session_alone(
+    start: Start, tmp_path: Path
+) -> None:
     """Never trained on, the reason says why, and the next one is graded all the same."""
     proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=8")
     pid = tmp_path / "pid"
@@ -360,7 +362,7 @@ async def test_a_grader_that_is_not_there(name: str, says: str) -> None:
         await grader.close()
 
 
-def test_settings_of_graders() -> None:
+def test_wrong_settings_of_graders_are_refused_by_name() -> None:
     for settings, says in (
         (["sessions.late_reward=grade"], "sessions.grader"),
         (["sessions.grader=nodots"], "module.function"),

@@ -431,7 +431,7 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
     assert (await one).status_code == 200
 
 
-async def test_a_key_of_another_rank(start: Start) -> None:
+async def test_a_key_of_another_rank_is_sent_there(start: Start) -> None:
     proxy = await start()
     _, key = signer(proxy).mint(3)
     await refused(proxy, 409, "lane_on_other_rank", api_key=key, mode="eval")

@@ -396,7 +396,7 @@ async def test_a_redis_that_hangs_holds_up_the_first_request_only(
     assert own_run.total == rank.held() == 6
 
 
-async def test_a_cluster_and_a_wrong_password(
+async def test_a_cluster_shares_quotas_and_a_wrong_password_does_not(
     tmp_path: Path, runs: Callable[[RedisServer, str], Run]
 ) -> None:
     with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:

@@ -204,7 +204,9 @@ async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) 
     assert away.events[-3:] == WHOLE
 
 
-async def test_a_proxy_that_restarts_in_between(engines: tuple[Engine, Engine]) -> None:
+async def test_a_proxy_that_restarts_in_between_is_told_again(
+    engines: tuple[Engine, Engine],
+) -> None:
     fleet = Fleet(*engines)
     fleet.clients[1].fails = [ServiceUnavailable("away"), ServiceUnavailable("away")]
     async with engines[0].serve(), engines[1].serve():

@@ -62,6 +62,6 @@ def test_ways_that_cannot_be_gone(
         way_of(config, cuda=True, engines=HERE)
 
 
-def test_tensors_for_other_machines() -> None:
+def test_tensors_for_other_machines_are_refused() -> None:
     with fails_with(ConfigError, "engine.weight_sync=tensor"):
         way_of(settings("engine.weight_sync=tensor"), cuda=True, engines=ELSEWHERE)
