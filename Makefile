@@ -67,6 +67,7 @@ lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .
 	@echo "ruff format --check"; $(VENV)/bin/ruff format --check .
 	@echo "docstrings"; $(RUN) tools/check_docstrings.py
+	@echo "errors"; $(RUN) tools/errors.py
 	@echo "mypy"; $(VENV)/bin/mypy --num-workers 2
 	@echo "pyright"; $(VENV)/bin/pyright
 

@@ -19,6 +19,7 @@ from any_agent.auth.key_store import (
 )
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import KEPT_PREFIXES, key_id
+from tests.support.errors import fails_with
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_revoked_and_expired_keys_are_void(path: Path) -> None:
     assert not revoke_key(path, key.id)[1], "once"
     keys = read_keys(path)
     assert keys.find(text) is None and not keys.has_admin
-    with pytest.raises(NotFound, match="00000000"):
+    with fails_with(NotFound, "00000000"):
         revoke_key(path, "00000000")
     late, old = create_key(path, "admin", expires_in=3600)
     gone, _ = create_key(path, "admin", expires_in=1e-6)
@@ -134,7 +135,7 @@ def test_a_broken_file_is_said(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(StartupError, match=r"keys\.json is no file of keys") as error:
+    with fails_with(StartupError, "keys.json") as error:
         read_keys(path)
     assert "secret-looking" not in error.value.message
     with pytest.raises(StartupError):
@@ -149,9 +150,9 @@ def test_nothing_is_kept_of_a_key_that_cannot_be_told_of(path: Path) -> None:
     def full(_: object) -> None:
         raise OSError("no space")
 
-    with pytest.raises(OSError, match="no space"):
+    with fails_with(OSError, "no space"):
         create_key(path, "admin", record=full)
-    with pytest.raises(OSError, match="no space"):
+    with fails_with(OSError, "no space"):
         revoke_key(path, read_keys(path).keys[0].id, record=full)
     assert path.read_bytes() == before
 
@@ -179,6 +180,6 @@ def test_writers_lose_nothing(path: Path) -> None:
     assert len(read_keys(path).by_id) == 60
 
 
-def test_no_keys() -> None:
+def test_an_empty_store_knows_no_key() -> None:
     assert not StoredKeys().has_admin and StoredKeys().find("sk-admin.0.0") is None
     assert json.loads('{"format": 1}') and parse_keys(b'{"format": 1}') == StoredKeys()

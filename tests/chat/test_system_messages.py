@@ -11,6 +11,7 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.errors import TemplateError
 from any_agent.types import Message
+from tests.support.errors import fails_with
 from tests.support.families import family, names
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -71,9 +72,8 @@ def test_system_messages_are_joined_only_where_the_template_refuses_them(
     ids=["later", "later, after an answer", "names"],
 )
 def test_other_system_messages_stay_the_template_s_error(messages: list[Message]) -> None:
-    with pytest.raises(TemplateError) as caught:
+    with fails_with(TemplateError, code="template_error", param="messages"):
         family("qwen3_5").chat.render(messages, None)
-    assert (caught.value.code, caught.value.param) == ("template_error", "messages")
 
 
 def test_words_that_a_joined_message_has_change_what_follows(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from any_agent.engine import Capabilities
 from any_agent.errors import UnsupportedParameter
 from any_agent.types import id_array
 from tests.support.completions.params import TOOL, parse
+from tests.support.errors import fails_with
 from tests.support.families import family
 
 ODD = {"type": "array", "items": {"type": "integer", "multipleOf": 5}, "uniqueItems": True}
@@ -46,7 +47,7 @@ def test_it_is_plain_where_the_engine_has_no_tags() -> None:
 def test_it_is_plain_where_a_tag_would_not_enforce_it() -> None:
     plain, sent = grammar(ODD)
     assert sent == plain
-    with pytest.raises(UnsupportedParameter, match="uniqueItems"):
+    with fails_with(UnsupportedParameter, "uniqueItems"):
         grammar(ODD, tools=[TOOL])
 
 

@@ -24,6 +24,7 @@ from any_agent.types import (
     SessionMode,
     Tool,
 )
+from tests.support.errors import fails_with
 
 USER: Message = {"role": "user", "content": "Say a number."}
 FIND: Tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
@@ -164,10 +165,9 @@ async def test_the_context_bounds_the_budget(chat: ChatFormat) -> None:
     await complete(Completer(engine, chat, context_length=length + 3), InteractionTree(), [USER])
     assert engine.requests[0].gconfig.max_new_tokens == 3
     full = Completer(engine, chat, context_length=length)
-    too_long = f"at least one, but the messages are {length} tokens long; shorten them"
-    with pytest.raises(ContextLengthExceeded, match=too_long):
+    with fails_with(ContextLengthExceeded, f"are {length} tokens"):
         await complete(full, InteractionTree(), [USER])
-    with pytest.raises(ContextLengthExceeded, match="the messages and tools are"):
+    with fails_with(ContextLengthExceeded, "messages and tools"):
         await complete(full, InteractionTree(), [USER], tools=[FIND])
 
 
@@ -186,13 +186,13 @@ async def test_what_cannot_fit_is_not_tokenised(
     most = 32 * chat.longest_token
     parts = [{"type": "text", "text": "x" * (most // 2)}, {"type": "text", "text": "x" * most}]
     for messages in ([{**USER, "content": "x" * (most + 1)}], [{**USER, "content": parts}]):
-        with pytest.raises(ContextLengthExceeded, match="characters long"):
+        with fails_with(ContextLengthExceeded, "characters"):
             await complete(completer, InteractionTree(), messages)
-    with pytest.raises(ContextLengthExceeded, match="there are 33 messages"):
+    with fails_with(ContextLengthExceeded, "33 messages"):
         await complete(completer, InteractionTree(), [{**USER, "content": ""}] * 33)
     assert not rendered
     # One character less might be that many of the longest token.
-    with pytest.raises(ContextLengthExceeded, match="tokens long"):
+    with fails_with(ContextLengthExceeded, "tokens long"):
         await complete(completer, InteractionTree(), [{**USER, "content": "x" * most}])
     assert rendered
 
@@ -226,5 +226,5 @@ def test_messages_that_cannot_be_rendered(chat: ChatFormat) -> None:
     completer = Completer(Engine(), chat, context_length=2048)
     body = {"messages": [{"role": "user", "content": {"no": "text"}}]}
     call = parse_chat(body, ParseSettings(SessionMode.TRAIN, GenerationHyperparameters(), "m"))
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]"):
+    with fails_with(InvalidRequest, "messages[0]"):
         completer.prepare(call, InteractionTree())

@@ -23,6 +23,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.errors import fails_with
 
 SYSTEM: Message = {"role": "system", "content": "You count."}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -227,9 +228,9 @@ def test_what_cannot_fit() -> None:
     talks = Talks()
     long = [user("x" * 50), said("y" * 30), user("z" * 20)]
     talks.answer(long[:1], long[1])
-    with pytest.raises(ContextLengthExceeded, match="100 characters"):
+    with fails_with(ContextLengthExceeded, "100 characters"):
         talks.find(long, context=9)
-    with pytest.raises(ContextLengthExceeded, match="3 messages"):
+    with fails_with(ContextLengthExceeded, "3 messages"):
         talks.find(long, context=2)
     found = talks.find(long, context=10)
     assert 20 <= found.new_characters < 60
@@ -265,7 +266,7 @@ def test_whatever_is_rendered_counts(more: dict[str, Any]) -> None:
     assert continued.parent is not None
     assert continued.new_characters < 100
     assert continued.characters > 65_536, "it is rendered anew if it cannot be continued"
-    with pytest.raises(ContextLengthExceeded, match="bytes"):
+    with fails_with(ContextLengthExceeded, "bytes"):
         Talks().find(messages * 40, context=200)
 
 

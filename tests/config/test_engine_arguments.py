@@ -8,6 +8,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 SGLANG = "engine.kind=sglang"
 
@@ -29,7 +30,7 @@ def test_options_come_as_text_list_or_mapping(given: str) -> None:
     assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
 
 
-def test_options_with_several_values() -> None:
+def test_an_option_may_have_several_values() -> None:
     config = settings(SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}")
     assert config.engine.arguments == ("--cuda-graph-bs", "1", "2")
 
@@ -51,15 +52,14 @@ def test_options_with_several_values() -> None:
     ],
 )
 def test_what_the_service_says_itself_is_refused_by_name(given: str, fix: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be given to the engine") as caught:
+    with fails_with(ConfigError, fix) as caught:
         settings(SGLANG, f"engine.arguments={given}")
-    assert fix in caught.value.message
     assert "s3cret" not in caught.value.message
 
 
 @pytest.mark.parametrize("given", ["python=/usr/bin/python3", "gpus=2", "arguments=--x"])
 def test_what_is_sglangs_is_refused_for_another_engine(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.kind=sglang"):
+    with fails_with(ConfigError, "engine.kind=sglang"):
         settings(f"engine.{given}")
 
 

@@ -13,6 +13,7 @@ from any_agent.config import Config, load_config
 from any_agent.config.foreign_settings import ALIASES, NEUTRAL, SCHEDULER
 from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 GIVEN = {"rollout.openai.mode": "subproc", "rollout.openai.subproc_max_workers": 3}
 GIVEN |= {"rollout.group_size": 4, "experiment_name": "007", "rollout.max_head_offpolicyness": 1}
@@ -79,9 +80,9 @@ def test_two_names_of_one_setting_must_agree(tmp_path: Path) -> None:
     for name in ("rollout.group_size", "gconfig.n_samples"):
         section, leaf = name.split(".")
         other = written(tmp_path, {**both, section: {leaf: 8}})
-        with pytest.raises(ConfigError, match=f"{name}=8.* the same setting: leave one of them"):
+        with fails_with(ConfigError, f"{name}=8"):
             load_config(other, [], {})
-        with pytest.raises(ConfigError, match=f"sessions.group_size=4 and {name}=8 are the same"):
+        with fails_with(ConfigError, f"{name}=8", "sessions.group_size=4"):
             load_config(None, ["sessions.group_size=4", f"{name}=8"], {})
     assert load_config(None, ["seed=1", "seed=2"], {}).train.seed == 2
 
@@ -108,7 +109,7 @@ def test_dumped_episodes_may_have_a_tokenizer_of_their_own(tmp_path: Path) -> No
 def test_the_tokenizer_is_the_models(tmp_path: Path) -> None:
     path = written(tmp_path, {"tokenizer_path": "a/b/", "actor": {"path": "a/b"}})
     assert load_config(path, [], {}).model.path == "a/b"
-    with pytest.raises(ConfigError, match=r"tokenizer_path=a/b/ is not model\.path=c: .* leave it"):
+    with fails_with(ConfigError, "tokenizer_path=a/b/", "model.path=c"):
         load_config(path, ["model.path=c"], {})
 
 
@@ -137,32 +138,32 @@ def test_training_is_asynchronous_where_tokens_may_be_old(given: list[str], eta:
     ],
 )
 def test_a_contradiction_is_refused(tmp_path: Path, given: list[str]) -> None:
-    with pytest.raises(ConfigError, match="contradict each other"):
+    with fails_with(ConfigError, "async_training", "rollout.eta"):
         load_config(None, given, {})
     first, second = given
     name, _, value = first.partition("=")
-    with pytest.raises(ConfigError, match="contradict each other"):
+    with fails_with(ConfigError, "async_training", "rollout.eta"):
         load_config(written(tmp_path, {name: value == "true"}), [second], {})
-    with pytest.raises(ConfigError, match="set true or false"):
+    with fails_with(ConfigError, "async_training", "true or false"):
         load_config(None, ["async_training=maybe"], {})
 
 
 def test_what_schedules_is_said_by_the_launcher() -> None:
     assert load_config(None, ["scheduler.type=local"], {}) == load_config(environ={})
     for kind, said in (
-        ("slurm", r"python3 -m any_agent\.launcher\.slurm any_agent_grpo\.py"),
-        ("ray", r"scheduler\.type=ray is not known: .* \(local\), or on the nodes"),
+        ("slurm", "any_agent.launcher.slurm any_agent_grpo.py"),
+        ("ray", "scheduler.type=ray"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with fails_with(ConfigError, said):
             load_config(None, [f"scheduler.type={kind}"], {})
     token = SCHEDULER.set("slurm")
     try:
         assert load_config(None, ["scheduler.type=slurm"], {}) == load_config(environ={})
-        with pytest.raises(ConfigError, match=r"in Slurm's launcher set slurm"):
+        with fails_with(ConfigError, "slurm"):
             load_config(None, ["scheduler.type=local"], {})
     finally:
         SCHEDULER.reset(token)
-    with pytest.raises(ConfigError, match=r"unknown key scheduler\.endpoint: leave it out"):
+    with fails_with(ConfigError, "scheduler.endpoint"):
         load_config(None, ["scheduler.endpoint=x"], {})
 
 
@@ -178,34 +179,19 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"critic": {"path": "x"}}, "critic.path: leave it out: no algorithm here learns values"),
-        ({"ref": {"path": "x"}}, "ref.path: leave it out: train.kl_coef above 0 loads"),
-        ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
-        ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
-        (
-            {"actor": {"kl_ctl": 0.1}},
-            "actor.kl_ctl: only 0 is supported here: set train.kl_reward_coef",
-        ),
-        (
-            {"actor": {"gae_lambda": 0.95}},
-            "actor.gae_lambda: only 1 is supported: an answer's tokens",
-        ),
-        (
-            {"actor": {"optimizer": {"warmup_steps_proportion": 0.1}}},
-            "only 0 is supported: train.warmup_steps is the number",
-        ),
-        ({"actor": {"use_sapo_loss": True}}, "leave it out: train.preset chooses the algorithm"),
-        (
-            {"actor": {"importance_sampling_level": "sequence"}},
-            "only token is supported here: train.preset=gspo",
-        ),
-        (
-            {"actor": {"use_lora": True}},
-            "actor.use_lora: set train.lora.rank, train.lora.alpha and",
-        ),
-        ({"rollout": {"use_lora": True}}, "rollout.use_lora: leave it out: engines get the model"),
-        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "leave it out: only the adapter"),
-        ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
+        ({"critic": {"path": "x"}}, "critic.path"),
+        ({"ref": {"path": "x"}}, "train.kl_coef"),
+        ({"reward_model": {"path": "x"}}, "reward_model.path"),
+        ({"teacher": {}}, "teacher"),
+        ({"actor": {"kl_ctl": 0.1}}, "train.kl_reward_coef"),
+        ({"actor": {"gae_lambda": 0.95}}, "actor.gae_lambda"),
+        ({"actor": {"optimizer": {"warmup_steps_proportion": 0.1}}}, "train.warmup_steps"),
+        ({"actor": {"use_sapo_loss": True}}, "train.preset"),
+        ({"actor": {"importance_sampling_level": "sequence"}}, "train.preset=gspo"),
+        ({"actor": {"use_lora": True}}, "train.lora.rank, train.lora.alpha"),
+        ({"rollout": {"use_lora": True}}, "rollout.use_lora"),
+        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "train.lora.modules_to_save"),
+        ({"gconfig": {"greedy": True}}, "gconfig.greedy"),
     ],
 )
 def test_what_the_trainer_cannot_do_is_refused_by_name(

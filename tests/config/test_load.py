@@ -8,6 +8,7 @@ import yaml
 
 from any_agent.config import SECRETS, Config, known_keys, load_config, load_resolved
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 
 def write(folder: Path, data: Any) -> Path:
@@ -35,16 +36,13 @@ def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("train.step", "unknown key train.step: did you mean train.steps?"),
-        ("train.clip", "unknown key train.clip: did you mean train.grad_clip?"),
-        ("trian.lr", "unknown key trian: did you mean train?"),
-        ("sevrer.port", "unknown key sevrer: did you mean server?"),
-        ("rollout.batchsize", "unknown key rollout.batchsize: did you mean rollout.batch_size?"),
-        (
-            "rollout.enable_rollout_tracing",
-            "unknown key rollout.enable_rollout_tracing: see `any-agent config` for all keys",
-        ),
-        ("qqq.zzz", "unknown key qqq: see `any-agent config` for all keys"),
+        ("train.step", "train.steps?"),
+        ("train.clip", "train.grad_clip?"),
+        ("trian.lr", "train?"),
+        ("sevrer.port", "server?"),
+        ("rollout.batchsize", "rollout.batch_size?"),
+        ("rollout.enable_rollout_tracing", "`any-agent config`"),
+        ("qqq.zzz", "`any-agent config`"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(
@@ -55,19 +53,18 @@ def test_an_unknown_key_is_refused_with_the_nearest(
     variable = f"ANY_AGENT_{section}__{leaf}".upper()
     environ = {variable: "1"} if source == "environment" else {}
     overrides = [f"{key}=1"] if source == "command line" else []
-    with pytest.raises(ConfigError) as raised:
+    with fails_with(ConfigError, says):
         load_config(path, overrides, environ)
-    assert says in raised.value.message
 
 
 def test_a_root_key_that_belongs_to_a_section(tmp_path: Path) -> None:
     for path, overrides in ((None, ["port=1"]), (write(tmp_path, {"port": 1}), [])):
-        with pytest.raises(ConfigError, match=r"unknown key port: did you mean server\.port\?"):
+        with fails_with(ConfigError, "unknown key port", "server.port"):
             load_config(path, overrides, {})
 
 
-def test_single_underscores_in_the_environment() -> None:
-    with pytest.raises(ConfigError, match="did you mean ANY_AGENT_TRAIN__LR"):
+def test_single_underscores_in_the_environment_are_refused() -> None:
+    with fails_with(ConfigError, "ANY_AGENT_TRAIN__LR"):
         load_config(None, [], {"ANY_AGENT_TRAIN_LR": "1"})
     # Not a setting of the service's.
     assert load_config(None, [], {"ANY_AGENT_URL": "x"}) == load_config(None, [], {})
@@ -86,12 +83,12 @@ def test_single_underscores_in_the_environment() -> None:
         ("sampling.top_p=0.9", "truncated distribution"),
         ("sampling.top_k=5", "truncated distribution"),
         ("sampling.temperature=0", "sampling.temperature"),
-        ("sessions.group_size=100", "could never be admitted"),
+        ("sessions.group_size=100", "sessions.group_size"),
         ("train.kl_coef=-0.1", "train.kl_coef"),
-        ("train.lora.dropout=0.1", "train.lora.dropout: the trained policy must be the one that"),
+        ("train.lora.dropout=0.1", "train.lora.dropout"),
         ("train.lora.rank=0", "train.lora.rank"),
-        ("train.lora.rnk=1", "did you mean train.lora.rank?"),
-        ("train.lora.target_modules=all-linear,q_proj", "stands for every layer"),
+        ("train.lora.rnk=1", "train.lora.rank?"),
+        ("train.lora.target_modules=all-linear,q_proj", "all-linear"),
         ("server.admin_key=short", "8 to 256"),
         ("server.admin_key=has a space in it", "without spaces"),
         ("server.admin_key=sk-v1.0.abc.def", "must not begin"),
@@ -99,10 +96,8 @@ def test_single_underscores_in_the_environment() -> None:
     ],
 )
 def test_a_bad_value_names_its_key(override: str, says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with fails_with(ConfigError, says, exit_code=2):
         load_config(None, [override], {})
-    assert says in raised.value.message
-    assert raised.value.exit_code == 2
 
 
 def test_an_admin_key_opens_other_addresses() -> None:
@@ -121,7 +116,7 @@ def test_an_empty_admin_key_is_refused(tmp_path: Path) -> None:
     """It would open the service to everybody; a variable that is not set expands to it."""
     path = write(tmp_path, {"server": {"host": "0.0.0.0", "admin_key": ""}})
     for file, environ in ((path, {}), (None, {"ANY_AGENT_SERVER__ADMIN_KEY": ""})):
-        with pytest.raises(ConfigError, match="8 to 256 printable"):
+        with fails_with(ConfigError, "8 to 256"):
             load_config(file, [], environ)
     assert load_config(None, ["server.admin_key=null"], {}).server.admin_key is None
 
@@ -135,7 +130,7 @@ def test_names_are_text_whatever_they_look_like(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), (".5", 0.5), ("7", 7.0), ("+1e2", 100.0)]
 )
-def test_numbers(text: str, value: float) -> None:
+def test_numbers_may_have_exponents(text: str, value: float) -> None:
     assert load_config(None, [f"train.lr={text}"], {}).train.lr == value
 
 
@@ -167,23 +162,22 @@ def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("- a", "mapping"),
-        ("a: [", "not valid YAML"),
+        ("a: [", "YAML"),
         ("5", "mapping"),
         # YAML itself keeps the last one.
-        ("train: {lr: 1.0e-5}\nrollout: {eta: 1}\ntrain: {steps: 7}\n", "train .* lines 1 and 3"),
-        ("train:\n  lr: 3.0e-5\n  lr: 1.0e-3\n", "lr .* lines 2 and 3"),
-        ("train: {lr: 3.0e-5, lr: 1.0e-3}\n", "lr .* lines 1 and 1"),
+        ("train: {lr: 1.0e-5}\nrollout: {eta: 1}\ntrain: {steps: 7}\n", "lines 1 and 3"),
+        ("train:\n  lr: 3.0e-5\n  lr: 1.0e-3\n", "lines 2 and 3"),
+        ("train: {lr: 3.0e-5, lr: 1.0e-3}\n", "lines 1 and 1"),
     ],
 )
 def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(ConfigError, match=says) as raised:
+    with fails_with(ConfigError, says, str(path)):
         load_config(path, [], {})
-    assert str(path) in raised.value.message
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*nothing.yaml: No such file"):
+    with fails_with(ConfigError, "nothing.yaml"):
         load_config(tmp_path / "nothing.yaml", [], {})
 
 
@@ -209,7 +203,9 @@ def test_resolved_settings_are_the_files_and_the_secrets(tmp_path: Path) -> None
     assert load_resolved(path, {"ANY_AGENT_SERVER__ADMIN_KEY": ""}).server.admin_key is None
 
 
-def test_a_tilde_in_the_models_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_the_models_path_is_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     path = write(tmp_path, {"model": {"path": "~/model"}})
     for file, overrides, environ in (

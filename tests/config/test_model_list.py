@@ -10,6 +10,7 @@ import pytest
 from any_agent.config import Config, load_config
 from any_agent.config.model_list import check_model_list, resolved, secrets_of
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 SECRET = "sk-provider-4711"
 GOOD: dict[str, Any] = {
@@ -26,7 +27,7 @@ def params(**fields: Any) -> dict[str, Any]:
     return {"model_name": "judge", "litellm_params": {"model": "openai/x", **fields}}
 
 
-def test_a_list_from_a_command_line() -> None:
+def test_a_list_may_be_given_or_emptied_at_a_command_line() -> None:
     made = config(GOOD, {**GOOD, "model_name": "other"})
     assert [entry["model_name"] for entry in made.frozen.model_list] == ["judge", "other"]
     assert load_config(None, ["frozen.model_list="], {}).frozen.model_list == ()
@@ -35,49 +36,36 @@ def test_a_list_from_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("gpt-4o", "entry 0 must be a mapping"),
-        ({}, "model_name must have at most 128 letters"),
-        ({"model_name": "openai/*", "litellm_params": {}}, "patterns such as openai/*"),
-        ({"model_name": "judge"}, "entry 0 (judge): litellm_params needs a model"),
-        ({**GOOD, "modle_info": {}}, "unknown key modle_info"),
-        ({**GOOD, "model_info": 1}, "model_info must be a mapping"),
-        (params(api_key=SECRET), "litellm_params.api_key must not be written in a file"),
-        (
-            params(aws_secret_access_key="abcdef"),
-            "aws_secret_access_key must not be written in a file",
-        ),
-        (params(extra_headers={"Authorization": "Bearer x"}), "must not be written in a file"),
-        (params(extra_headers={"X-Other": SECRET}), "must not be written in a file"),
-        (params(api_key="os.environ/A-B"), "must name a variable"),
-        (params(api_base="http://user:pass@host/v1"), "must hold no password"),
-        (params(api_base=1), "api_base must be a URL"),
-        (params(api_base="http://[h/v1"), "api_base must be a URL"),
-        (params(api_base=f"https://h/v1?k={SECRET}"), "api_base must have no query"),
-        (params(base_url=f"https://h/v1?k={SECRET}"), "base_url must have no query"),
-        (params(), "write api_key: os.environ/NAME"),
-        (params(api_key=""), "write api_key: os.environ/NAME"),
-        (params(api_key=1234567), "litellm_params.api_key must not be written in a file"),
-        (params(num_retries=3), "a call is sent once"),
-        (params(fallbacks=["policy"]), "a call is sent once"),
+        ("gpt-4o", "entry 0"),
+        ({}, "128 letters"),
+        ({"model_name": "openai/*", "litellm_params": {}}, "openai/*"),
+        ({"model_name": "judge"}, "entry 0 (judge): litellm_params"),
+        ({**GOOD, "modle_info": {}}, "modle_info"),
+        ({**GOOD, "model_info": 1}, "model_info"),
+        (params(api_key=SECRET), "litellm_params.api_key"),
+        (params(aws_secret_access_key="abcdef"), "aws_secret_access_key"),
+        (params(extra_headers={"Authorization": "Bearer x"}), "Authorization"),
+        (params(extra_headers={"X-Other": SECRET}), "X-Other"),
+        (params(api_key="os.environ/A-B"), "api_key"),
+        (params(api_base="http://user:pass@host/v1"), "password"),
+        (params(api_base=1), "api_base"),
+        (params(api_base="http://[h/v1"), "api_base"),
+        (params(api_base=f"https://h/v1?k={SECRET}"), "query"),
+        (params(base_url=f"https://h/v1?k={SECRET}"), "base_url"),
+        (params(), "api_key: os.environ/NAME"),
+        (params(api_key=""), "api_key: os.environ/NAME"),
+        (params(api_key=1234567), "litellm_params.api_key"),
+        (params(num_retries=3), "num_retries"),
+        (params(fallbacks=["policy"]), "fallbacks"),
         (params(rpm=3), "frozen.max_calls"),
-        (
-            params(api_key="os.environ/A", input_cost_per_token="cheap"),
-            "must be the price of one token",
-        ),
-        (
-            params(api_key="os.environ/A", output_cost_per_token=-1),
-            "must be the price of one token",
-        ),
-        (
-            params(api_key="os.environ/A", output_cost_per_token=True),
-            "must be the price of one token",
-        ),
+        (params(api_key="os.environ/A", input_cost_per_token="cheap"), "input_cost_per_token"),
+        (params(api_key="os.environ/A", output_cost_per_token=-1), "output_cost_per_token"),
+        (params(api_key="os.environ/A", output_cost_per_token=True), "output_cost_per_token"),
     ],
 )
 def test_what_is_wrong_is_said(entry: object, says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with fails_with(ConfigError, says) as raised:
         config(entry)
-    assert says in str(raised.value)
     assert SECRET not in str(raised.value) and "pass@" not in str(raised.value)
 
 
@@ -86,7 +74,7 @@ def test_what_is_wrong_is_said(entry: object, says: str) -> None:
     "name", ["apikey", "apiKey", "X-Auth", "x-api-token", "AccessToken", "app_secret", "Api-Key"]
 )
 def test_a_header_that_is_a_secret(where: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="must not be written in a file") as raised:
+    with fails_with(ConfigError, name) as raised:
         config(params(api_base="http://h/v1", **{where: {name: "abcdef"}}))
     assert "abcdef" not in str(raised.value)
     good = {name: "os.environ/A", "X-Title": "abcdef", "temperature": 1, "stream": True}
@@ -104,7 +92,7 @@ def test_where_a_key_is_of_the_hosts() -> None:
 def test_a_name_is_one_models() -> None:
     for more in ((), ("model.name=policy", "model.policy_names=a,judge")):
         name = "judge" if more else "policy"
-        with pytest.raises(ConfigError, match=f"{name} is a name of the policy"):
+        with fails_with(ConfigError, name):
             config({**GOOD, "model_name": name}, more=more)
 
 
@@ -120,7 +108,7 @@ def test_keys_come_from_the_environment() -> None:
     assert entry["litellm_params"]["tags"] == ["short"]
     # Too short to be cut out of every log.
     assert secrets_of(entries, environ) == ["secret-a", "secret-b"]
-    with pytest.raises(ConfigError, match=r"refers to A, C, which the environment does not hold"):
+    with fails_with(ConfigError, "A, C"):
         resolved(entries, {"B": "secret-b"})
 
 

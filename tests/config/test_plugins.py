@@ -11,6 +11,7 @@ import yaml
 
 from any_agent.config import load_config, load_resolved
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ def test_who_resolves_the_settings_imports_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        (None, "plugins=bad_plugin: there is no module 'bad_plugin'"),
-        ("import no_such_package", "bad_plugin imports 'no_such_package', which is not installed"),
-        ("1 / 0", "bad_plugin fails when it is imported: ZeroDivisionError"),
+        (None, "plugins=bad_plugin"),
+        ("import no_such_package", "'no_such_package'"),
+        ("1 / 0", "ZeroDivisionError"),
     ],
 )
 def test_one_that_cannot_be_imported_is_named(folder: Path, code: str | None, problem: str) -> None:
     if code is not None:
         (folder / "bad_plugin.py").write_text(code)
-    with pytest.raises(ConfigError, match=problem):
+    with fails_with(ConfigError, problem):
         load_resolved(resolved(folder, "bad_plugin"), {})

@@ -11,6 +11,7 @@ import yaml
 from any_agent.config import TrainConfig, load_config
 from any_agent.config.presets import _OF_ESTIMATORS, _OF_LOSSES, PRESETS
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from trainer.advantage import ESTIMATORS
 from trainer.from_config import loss_config, require_algorithm
 from trainer.loss import LOSSES, needs_sequence_ratio, needs_sequence_weight
@@ -37,7 +38,7 @@ def train(*given: str) -> TrainConfig:
         ("reinforce_pp_baseline", ("reinforce_pp_baseline", "grpo", "batch", "token", 0.2, 0.2)),
     ],
 )
-def test_the_presets(preset: str, expected: tuple[object, ...]) -> None:
+def test_a_preset_sets_the_algorithms_knobs(preset: str, expected: tuple[object, ...]) -> None:
     config = train(f"preset={preset}")
     assert tuple(getattr(config, name) for name in KNOBS) == expected
     require_algorithm(config)
@@ -78,7 +79,7 @@ def test_there_is_one_name_for_each() -> None:
         (["normalize_std=true"], {"normalize_std": "group"}),
     ],
 )
-def test_every_setting_by_itself(given: list[str], expected: dict[str, Any]) -> None:
+def test_every_setting_can_be_set_by_itself(given: list[str], expected: dict[str, Any]) -> None:
     config = train(*given)
     assert {name: getattr(config, name) for name in expected} == expected
     assert TrainConfig(**config.model_dump()) == config
@@ -87,27 +88,27 @@ def test_every_setting_by_itself(given: list[str], expected: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["preset=ppo"], "train.preset: Input should be 'grpo'"),
-        (["preset=rloo", "eps_low=0.2"], "train.eps_low has no effect on train.loss=reinforce"),
-        (["preset=sapo", "eps_high=0.2"], "train.eps_high has no effect on train.loss=sapo"),
-        (["preset=gspo", "tau_neg=2"], "train.tau_neg has no effect on train.loss=gspo"),
-        (["preset=gspo", "is_level=token", "is_mode=mask"], "train.is_level=token masks single"),
-        (["preset=gspo", "k_pos=1"], "train.k_pos has no effect on train.loss=gspo: leave it out"),
-        (["preset=cispo", "dual_clip=7"], "train.dual_clip has no effect on train.loss=cispo"),
-        (["dual_clip=1.2"], "train.dual_clip=1.2 must be above 1 + train.eps_high (1.28)"),
-        (["is_floor=6"], "train.is_floor=6 must not exceed train.is_cap=5"),
-        (["preset=vespo", "is_level=sequence"], "train.is_level=sequence contradicts"),
-        (["kl_coef=0.1", "kl_reward_coef=0.1"], "train.kl_coef and train.kl_reward_coef pull"),
-        (["reference_model=x"], "train.reference_model is for the KL term: set train.kl_coef or"),
-        (["kl_reward_coef=0.1", "kl_estimator=k1"], "train.kl_estimator=k1 has no effect while"),
-        (["kl_estimator=k2"], "train.kl_estimator=k2 has no effect while train.kl_coef is 0"),
-        (["preset=rloo", "normalize_std=group"], "normalize_std=group contradicts"),
-        (["preset=reinforce_pp", "normalize_std=true"], "normalize_std=group contradicts"),
-        (["constant_length=5"], "train.constant_length has no effect on train.aggregation=token"),
-        (["overlong_buffer=5"], "train.overlong_buffer has no effect without"),
-        (["overlong_penalty=0.5"], "train.overlong_penalty has no effect without"),
-        (["overlong_length=4", "overlong_buffer=5"], "train.overlong_buffer=5 must not exceed"),
-        (["overlong_length=8192"], "train.overlong_length=8192 has no effect"),
+        (["preset=ppo"], "train.preset: "),
+        (["preset=rloo", "eps_low=0.2"], "train.eps_low"),
+        (["preset=sapo", "eps_high=0.2"], "train.eps_high"),
+        (["preset=gspo", "tau_neg=2"], "train.tau_neg"),
+        (["preset=gspo", "is_level=token", "is_mode=mask"], "train.is_level=token"),
+        (["preset=gspo", "k_pos=1"], "train.k_pos"),
+        (["preset=cispo", "dual_clip=7"], "train.dual_clip"),
+        (["dual_clip=1.2"], "train.dual_clip=1.2"),
+        (["is_floor=6"], "train.is_floor=6"),
+        (["preset=vespo", "is_level=sequence"], "train.is_level=sequence"),
+        (["kl_coef=0.1", "kl_reward_coef=0.1"], "train.kl_coef and train.kl_reward_coef"),
+        (["reference_model=x"], "train.reference_model"),
+        (["kl_reward_coef=0.1", "kl_estimator=k1"], "train.kl_estimator=k1"),
+        (["kl_estimator=k2"], "train.kl_estimator=k2"),
+        (["preset=rloo", "normalize_std=group"], "normalize_std=group"),
+        (["preset=reinforce_pp", "normalize_std=true"], "normalize_std=group"),
+        (["constant_length=5"], "train.constant_length"),
+        (["overlong_buffer=5"], "train.overlong_buffer"),
+        (["overlong_penalty=0.5"], "train.overlong_penalty"),
+        (["overlong_length=4", "overlong_buffer=5"], "train.overlong_buffer=5"),
+        (["overlong_length=8192"], "train.overlong_length=8192"),
         (["entropy_coef=-0.1"], "train.entropy_coef"),
         (["kl_coef=inf"], "train.kl_coef"),
         (["eps_high=inf"], "train.eps_high"),
@@ -116,10 +117,11 @@ def test_every_setting_by_itself(given: list[str], expected: dict[str, Any]) -> 
         (["aggregation=mean"], "train.aggregation"),
     ],
 )
-def test_contradictions(given: list[str], says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_settings_that_contradict_the_algorithm_are_refused_by_name(
+    given: list[str], says: str
+) -> None:
+    with fails_with(ConfigError, says):
         train(*given)
-    assert says in raised.value.message
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from any_agent.data import gives_columns, items_of
 from any_agent.errors import DatasetError
+from tests.support.errors import fails_with
 
 ITEMS: list[dict[str, Any]] = [
     {
@@ -52,23 +53,23 @@ def test_tensors_stay_tensors() -> None:
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ({"a": {"b": torch.tensor([1.0])}}, r"a\.b is torch.float32: the items' own numbers"),
-        ({"a": torch.tensor(1)}, "a is one number for all items: give .* collate_fn=lambda"),
-        ({"a": torch.tensor([1, 2]), "b": ["x"]}, r"number of items \(a: 2, b: 1\)"),
-        ({"a": [("x", "y"), ("z",)]}, "a has columns of .* items"),
-        ({"a": None, "b": ["x"]}, "a is NoneType None, which is not a column"),
-        ({"a": []}, r"number of items \(a: None\)"),
+        ({"a": {"b": torch.tensor([1.0])}}, "a.b is torch.float32"),
+        ({"a": torch.tensor(1)}, "collate_fn=lambda"),
+        ({"a": torch.tensor([1, 2]), "b": ["x"]}, "(a: 2, b: 1)"),
+        ({"a": [("x", "y"), ("z",)]}, "columns"),
+        ({"a": None, "b": ["x"]}, "a is NoneType None"),
+        ({"a": []}, "(a: None)"),
         ({}, "no field"),
     ],
 )
 def test_what_cannot_be_turned_back_is_named(batch: Any, says: str) -> None:
-    with pytest.raises(DatasetError, match=says):
+    with fails_with(DatasetError, says):
         items_of(batch)
 
 
 @pytest.mark.parametrize("batch", [None, 3, "text", b"text"])
 def test_what_is_no_batch(batch: Any) -> None:
-    with pytest.raises(TypeError, match="a batch is a list of dictionaries"):
+    with fails_with(TypeError, "dictionaries"):
         items_of(batch)
 
 

@@ -3,10 +3,9 @@ from __future__ import annotations
 import json
 from itertools import islice
 
-import pytest
-
 from any_agent.data import ItemLoader
 from any_agent.errors import DatasetError
+from tests.support.errors import fails_with
 
 ROWS = [{"k": k} for k in range(10)]
 
@@ -51,8 +50,8 @@ def test_items_ahead_are_done_when_their_caller_says_so() -> None:
     assert sorted(row["k"] for batch in other for row in batch) == list(range(10))
 
 
-def test_nothing_to_load() -> None:
-    with pytest.raises(ValueError, match="batch_size is 0"):
+def test_nothing_to_load_is_refused() -> None:
+    with fails_with(ValueError, "batch_size is 0"):
         ItemLoader(ROWS, 0)
-    with pytest.raises(DatasetError, match="dataset is empty"):
+    with fails_with(DatasetError, "empty"):
         ItemLoader([], 4)

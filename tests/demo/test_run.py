@@ -14,6 +14,7 @@ from any_agent.cli.main import main
 from any_agent.demo import demo, run
 from any_agent.demo.run import can_draw, demo_config, run_demo
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 
 
 class WentOn(Exception):
@@ -30,7 +31,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match="is not empty; choose another folder"):
+    with fails_with(ConfigError, tmp_path):
         run_demo(seed=0, keep=str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -42,7 +43,7 @@ def test_a_new_folder_is_made(tmp_path: Path) -> None:
 
 
 def test_figures_that_could_not_be_written_at_the_end(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--json .*none/figures\.json cannot be written"):
+    with fails_with(ConfigError, "--json", "none/figures.json"):
         run_demo(seed=0, keep=str(tmp_path), json_path=str(tmp_path / "none" / "figures.json"))
 
 
@@ -51,9 +52,8 @@ def test_figures_that_could_not_be_written_at_the_end(tmp_path: Path) -> None:
 def test_numbers_that_are_none(
     option: str, number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with fails_with(SystemExit, code=2):
         main(["demo", option, number])
-    assert ended.value.code == 2
     assert option in capsys.readouterr().err
 
 
@@ -66,7 +66,7 @@ def test_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (config.train.steps, config.server.ranks, config.train.seed) == (7, 3, 4)
 
 
-def test_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_has_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(run, "demo_config", lambda _, **how: asked.update(how) or 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -16,6 +16,7 @@ from any_agent.errors import ConfigError
 from any_agent.types import GenerationHyperparameters
 from tests.direct.conftest import Make
 from tests.support.direct import HELLO, MODEL
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -38,7 +39,9 @@ async def test_a_tokenizer_a_path_or_a_chat_format(
     assert other.chat_format is not make(tokenizer=tokenizer).chat_format
 
 
-def test_a_tokenizer_without_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_folder_renders_the_same(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """What else is known of the model lies nowhere: its template and its end are enough."""
     folder = tmp_path / "moved"
     shutil.copytree(tiny_model_dir, folder)
@@ -66,21 +69,23 @@ def test_a_tokenizer_without_a_folder(tiny_model_dir: Path, tmp_path: Path) -> N
         ({"thinking_retention": "some", "tokenizer": object()}, "thinking_retention"),
     ],
 )
-def test_what_cannot_be(make: Make, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_settings_that_cannot_be_trained_with_are_refused(
+    make: Make, settings: dict[str, Any], says: str
+) -> None:
+    with fails_with(ConfigError, says):
         make(**settings)
 
 
 @pytest.mark.parametrize("name", ["base_url", "http_client"])
 def test_there_is_no_http(make: Make, name: str) -> None:
-    with pytest.raises(TypeError, match=name):
+    with fails_with(TypeError, name):
         make(**{name: "http://127.0.0.1:1"})
 
 
 def test_the_context_must_be_known(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat.tokenizer, "model_max_length", 10**30)
     engine: Any = object()
-    with pytest.raises(ConfigError, match="give context_length"):
+    with fails_with(ConfigError, "context_length"):
         EngineOpenAI(engine, chat)
     EngineOpenAI(engine, chat, context_length=64)
     monkeypatch.setattr(chat.tokenizer, "model_max_length", 64)
@@ -92,9 +97,8 @@ async def test_an_engine_that_cannot_be_asked_for_its_context(
 ) -> None:
     client = make(max_retries=0)
     await engine.die()
-    with pytest.raises(openai.InternalServerError) as raised:
+    with fails_with(openai.InternalServerError, status_code=503):
         await client.chat.completions.create(model=MODEL, messages=HELLO)
-    assert raised.value.status_code == 503
     await engine.revive()
     await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
 

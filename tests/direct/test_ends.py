@@ -13,6 +13,7 @@ from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from tests.direct.conftest import Make
 from tests.support.direct import HELLO, MODEL, said, until
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200}
@@ -89,7 +90,7 @@ async def test_a_choice_counts_when_its_end_was_taken(
     assert ends[-1] == "stop"
 
 
-async def test_time_outs(make: Make, engine: ScriptedEngine) -> None:
+async def test_a_time_out_ends_the_generation(make: Make, engine: ScriptedEngine) -> None:
     client = make(timeout=0.2, max_retries=0)
     engine.hold(at=3)
     with pytest.raises(openai.APITimeoutError):
@@ -98,7 +99,7 @@ async def test_time_outs(make: Make, engine: ScriptedEngine) -> None:
     engine.hold(at=3)
     stream = await client.chat.completions.create(**LONG, stream=True)
     # As over HTTP: amid a stream it is httpx's own that the SDK lets through.
-    with pytest.raises(httpx.ReadTimeout, match=r"sent nothing for 0.2 s"):
+    with fails_with(httpx.ReadTimeout, "0.2 s"):
         async for _ in stream:
             pass
     await until(lambda: not engine.running)
@@ -119,11 +120,11 @@ async def test_closing_the_client_ends_its_calls(
     with pytest.raises(openai.APIStatusError) as raised:
         await whole
     assert (raised.value.status_code, raised.value.code) == (410, "session_closed")
-    with pytest.raises(openai.APIError, match="closed during the call"):
+    with fails_with(openai.APIError, "closed"):
         async for _ in stream:
             pass
     await until(lambda: not engine.running)
-    with pytest.raises(openai.APIStatusError, match="make another client"):
+    with fails_with(openai.APIStatusError, "another client"):
         await client.chat.completions.create(**LONG)
     # What it recorded is still there.
     client.set_last_reward(1.0)
@@ -139,7 +140,7 @@ async def test_an_engine_that_fails(
     assert (raised.value.status_code, raised.value.code) == (503, "engine_unavailable")
     engine.fail("error_event", after=3)
     stream = await client.chat.completions.create(**LONG, stream=True)
-    with pytest.raises(openai.APIError, match="engine"):
+    with fails_with(openai.APIError, "engine"):
         async for _ in stream:
             pass
     assert not client.interactions

@@ -22,6 +22,7 @@ from any_agent.record import InteractionTree
 from any_agent.types import Continuation, GenerationHyperparameters, Trajectory
 from any_agent.workflow import Episode
 from tests.support.direct import HELLO, MODEL, MORE, until
+from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
 from tests.support.proxy import config_for, running_proxy
 
@@ -201,10 +202,9 @@ async def test_the_engine_may_be_in_the_process(embedded: EmbeddedEngine, chat: 
     await talk(client, 0)
     worst, _ = worst_and_exact([embedded.loaded.model], client)
     assert worst < 1e-3
-    with pytest.raises(openai.BadRequestError) as raised:
+    with fails_with(openai.BadRequestError, code="context_length_exceeded"):
         long = [{"role": "user", "content": "many words " * 5000}]
         await client.chat.completions.create(model=MODEL, messages=long)  # type: ignore[arg-type]
-    assert raised.value.code == "context_length_exceeded"
 
 
 async def test_seeded_talks_are_those_of_a_proxy(

@@ -11,12 +11,13 @@ from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 ADD: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
 
 
-async def test_whole_and_once_more(
+async def test_a_response_can_be_read_again_and_rewarded(
     client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     engine.say(said(chat, "12 and 3"))
@@ -26,9 +27,8 @@ async def test_whole_and_once_more(
     (recorded,) = client.interactions
     assert recorded.id == answer.id
     assert await client.responses.retrieve(answer.id) == answer
-    with pytest.raises(openai.NotFoundError) as raised:
+    with fails_with(openai.NotFoundError, code="response_not_found"):
         await client.responses.retrieve("resp_none")
-    assert raised.value.code == "response_not_found"
     await client.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(answer.id)
@@ -79,9 +79,8 @@ async def test_three_turns_by_the_previous_ones_id(
     assert events[-1].type == "response.completed"
     kinds = [i.continuation for i in client.interactions]
     assert kinds == [Continuation.ROOT, Continuation.EXACT, Continuation.EXACT]
-    with pytest.raises(openai.NotFoundError) as raised:
+    with fails_with(openai.NotFoundError, code="previous_response_not_found"):
         await client.responses.create(model=MODEL, input="x", previous_response_id="resp_other")
-    assert raised.value.code == "previous_response_not_found"
 
 
 async def test_a_session_may_mix_both_apis(
@@ -100,8 +99,7 @@ async def test_a_session_may_mix_both_apis(
     assert list(client.export_interactions("concat")) == [child.id]
 
 
-async def test_errors(client: EngineOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
+async def test_a_refused_parameter_records_nothing(client: EngineOpenAI) -> None:
+    with fails_with(openai.BadRequestError, param="background"):
         await client.responses.create(model=MODEL, input="x", background=True)
-    assert raised.value.param == "background"
     assert not client.interactions

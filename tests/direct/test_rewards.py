@@ -14,6 +14,7 @@ from any_agent.config import TrainConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from tests.direct.conftest import Make
 from tests.support.direct import HELLO, MODEL, MORE, said
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 from trainer.advantage import group_advantages
 from trainer.batch import session_rewards
@@ -79,24 +80,23 @@ async def test_rewards_are_replaced_and_discounts_too(
 
 
 async def test_what_cannot_be_rewarded(client: EngineOpenAI) -> None:
-    with pytest.raises(Unprocessable, match="no completion"):
+    with fails_with(Unprocessable, "no completion"):
         client.set_last_reward(1)
-    with pytest.raises(NotFound, match="chatcmpl-x"):
+    with fails_with(NotFound, "chatcmpl-x"):
         client.set_reward("chatcmpl-x", 1)
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO, n=2, max_tokens=2)
     for set_it in (lambda: client.set_reward(answer.id, 1), lambda: client.set_last_reward(1)):
-        with pytest.raises(InvalidRequest, match=f"{answer.id}.0") as raised:
+        with fails_with(InvalidRequest, f"{answer.id}.0", code="choice_needed"):
             set_it()
-        assert raised.value.code == "choice_needed"
     for bad in (math.nan, math.inf, 2e6, "1", None, [1]):
-        with pytest.raises(InvalidRequest, match="reward is"):
+        with fails_with(InvalidRequest, param="reward"):
             client.set_reward(f"{answer.id}.0", bad)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="reward is"):
+        with fails_with(InvalidRequest, param="reward"):
             client.set_final_reward(bad)  # type: ignore[arg-type]
     for discount in (-0.1, 1.1, math.nan, "x"):
-        with pytest.raises(InvalidRequest, match="between 0 and 1"):
+        with fails_with(InvalidRequest, "0 and 1"):
             client.apply_reward_discount(discount)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="use individual or concat"):
+    with fails_with(InvalidRequest, param="style"):
         client.export_interactions(style="tree")  # type: ignore[arg-type]
     client.set_reward(f"{answer.id}.1", 1)
     assert [i.reward for i in client.interactions] == [None, 1.0]
@@ -122,7 +122,9 @@ async def test_the_choice_that_was_continued_counts(
     assert masks[parent] == len(said(chat, "two"))
 
 
-async def test_both_styles(client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_both_styles_export_the_same_tokens(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
     await talk(client, engine, chat, 3)
     client.set_last_reward(1)
     individual = client.export_interactions("individual")
@@ -157,6 +159,6 @@ async def test_a_path_that_is_not_exact_is_no_concat(
     # Nothing new behind the answer: it cannot be gone on from.
     await client.chat.completions.create(model=MODEL, messages=[*HELLO, said_before], max_tokens=2)
     assert client.interactions[1].branch_reason == "no_new_message"
-    with pytest.raises(Unprocessable, match="export with style individual"):
+    with fails_with(Unprocessable, "individual"):
         client.export_interactions("concat")
     assert len(client.export_interactions("individual")) == 2

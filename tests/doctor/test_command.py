@@ -20,7 +20,9 @@ from tests.support.real_parts import embedded_engine
 CHANGED = "<|im_start|>assistant\\n'"
 
 
-def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, said in (
         (["/no/such/model"], "neither a folder nor a name"),
         ([str(tmp_path), str(tmp_path)], "one model at a time"),
@@ -48,9 +50,11 @@ def test_passwords_are_not_shown(form: list[str], capsys: pytest.CaptureFixture[
     assert "sesame" not in capsys.readouterr().err
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "has no tokenizer that loads" in capsys.readouterr().err
+    assert "tokenizer" in capsys.readouterr().err
 
 
 def test_what_no_model_can_be_examined_with(
@@ -74,22 +78,22 @@ def test_what_no_model_can_be_examined_with(
         assert not shown.out
 
 
-def test_a_model_without_a_template(
+def test_a_model_without_a_template_fails_the_check_of_rendering(
     with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_template(lambda text: text + " ")
     (folder / "chat_template.jinja").unlink()
     assert main(["doctor", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert "FAILED rendering, template: the tokenizer has no chat template" in out
+    assert "FAILED rendering, template: " in out and "chat_template.jinja" in out
     assert "model.renderer=qwen3" in out
     assert main(["doctor", str(folder), "--renderer", "qwen3"]) == 0
     assert "3 not checked" in capsys.readouterr().out
     assert main(["doctor", str(folder), "--renderer", "default"]) == 2
-    assert "the tokenizer has no chat template: " in capsys.readouterr().err
+    assert "chat_template.jinja" in capsys.readouterr().err
 
 
-def test_a_wrong_template(
+def test_a_wrong_template_fails_the_check_with_a_remedy(
     with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_template(lambda text: text.replace(CHANGED, "<|im_start|>model\\n'"))
@@ -131,7 +135,7 @@ def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
 
 
 @pytest.mark.service
-def test_a_trials_engine_with_stale_weights(
+def test_stale_weights_of_a_trials_engine_are_found(
     trial: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     import httpx

@@ -15,11 +15,12 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.types import GenerationHyperparameters
 from tests.support.e2e.live_run import drive, live_config
 from tests.support.engine.process import EngineProcess
+from tests.support.errors import fails_with
 
 KEY = "the-engines-own-key"
 
 
-def test_an_engine_that_requires_a_key(
+def test_an_engine_that_requires_a_key_is_served_and_trained(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_key_file(tmp_path / "key.json", KEY)
@@ -31,7 +32,7 @@ def test_an_engine_that_requires_a_key(
         for given in ({}, {"engine.key": "another-key"}):
             config = live_config(tmp_path / "refused", tiny_model_dir, **settings, **given)
             with (
-                pytest.raises(ConfigError, match=r"engine\.key"),
+                fails_with(ConfigError, "engine.key"),
                 Node(config, NodeOptions(say=lambda _: None)),
             ):
                 pass

@@ -13,6 +13,7 @@ from any_agent.chat import ChatFormat
 from any_agent.engine import SGLangEngine, kinds, open_engine, register_engine
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationHyperparameters, ModelRequest
+from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.proxy import until
 from tests.support.proxy_fixtures import Start, chat, engine, start
@@ -126,17 +127,17 @@ async def test_a_closed_iterator_ends_the_request(complete: type, server: Comple
 
 async def test_an_engine_that_is_away(complete: type) -> None:
     engine = open_engine("complete", "http://127.0.0.1:9", decode=str)
-    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9"):
+    with fails_with(EngineUnavailable, "127.0.0.1:9"):
         await engine.info()
     await engine.close()
 
 
 async def test_a_kind_is_a_known_name_or_a_dotted_one(complete: type) -> None:
-    with pytest.raises(ConfigError, match=r"known are complete, embedded, sglang"):
+    with fails_with(ConfigError, "complete, embedded, sglang"):
         open_engine("vllm", "http://127.0.0.1:9", decode=str)
     dotted = "any_agent.engine.sglang.client.SGLangEngine"
     engine = open_engine(dotted, "http://127.0.0.1:9", decode=str)
     assert isinstance(engine, SGLangEngine)
     await engine.close()
-    with pytest.raises(ValueError, match="already"):
+    with fails_with(ValueError, "already"):
         register_engine("complete", SGLangEngine)

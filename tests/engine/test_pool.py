@@ -14,6 +14,7 @@ from any_agent.engine import Capabilities, EnginePool, SGLangEngine, agenerate
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from any_agent.types import ModelRequest, ModelResponse
 from tests.support.engine.sglang import FORMULA, request, until
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 Engines = list[ScriptedEngine]
@@ -150,26 +151,26 @@ async def test_the_version_is_the_oldest_that_samples(engines: Engines) -> None:
 async def test_a_pool_that_is_not_open(engines: Engines) -> None:
     pool = pool_of(engines)
     assert pool.version == 0
-    with pytest.raises(EngineUnavailable, match="not open"):
+    with fails_with(EngineUnavailable, "not open"):
         await pool.agenerate(request())
     async with pool:
         await pool.agenerate(request())
-    with pytest.raises(EngineUnavailable, match="not open"):
+    with fails_with(EngineUnavailable, "not open"):
         await pool.agenerate(request())
 
 
 async def test_an_engine_that_is_not_there(engines: Engines) -> None:
     await engines[2].die()
-    with pytest.raises(EngineUnavailable, match="does not answer"):
+    with fails_with(EngineUnavailable, "does not answer"):
         async with pool_of(engines):
             pass
 
 
 @pytest.mark.parametrize(
-    ("engines", "said"), [((), "at least one engine"), (("http://x",), "decode=tokenizer.decode")]
+    ("engines", "said"), [((), "one engine"), (("http://x",), "decode=tokenizer.decode")]
 )
 def test_what_makes_no_pool(engines: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with fails_with(ConfigError, said):
         EnginePool(engines)
 
 
@@ -218,7 +219,7 @@ async def test_an_update_that_failed(pool: EnginePool, engines: Engines) -> None
 async def test_a_hold_that_nobody_ends(engines: Engines) -> None:
     async with pool_of(engines, update_wait=0.1) as pool:
         await pool.hold()
-        with pytest.raises(EngineUnavailable, match="a weight update took more than"):
+        with fails_with(EngineUnavailable, "weight update"):
             await pool.agenerate(request())
 
 
@@ -235,9 +236,9 @@ async def test_a_prompt_in_words_is_refused_by_name(client: SGLangEngine) -> Non
     ask = ModelRequest(prompt=[{"role": "user", "content": "hi"}])
     async with EnginePool([client]) as pool:
         for engine in (pool, client):
-            with pytest.raises(InvalidRequest, match=r"input_ids=tokenizer\.apply_chat_template"):
+            with fails_with(InvalidRequest, "input_ids="):
                 await agenerate(engine, ask)
-            with pytest.raises(InvalidRequest, match="RemoteSGLangEngine"):
+            with fails_with(InvalidRequest, "RemoteSGLangEngine"):
                 await anext(engine.generate(ask, stream=True))
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import any_agent
+from tests.support.errors import fails_with
 
 PUBLIC = [
     "AgentRunner",
@@ -52,7 +53,7 @@ PUBLIC = [
 ALIASES = {"LLMRequest": "ModelRequest", "LocalModel": "RemoteSGLangEngine"}
 
 
-def test_the_list() -> None:
+def test_the_public_names_are_those_listed_and_sorted() -> None:
     assert any_agent.__all__ == PUBLIC
     assert sorted(PUBLIC) == PUBLIC
 
@@ -68,17 +69,17 @@ def test_each_name_is_there(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="NoSuchName"):
+    with fails_with(AttributeError, "NoSuchName"):
         _ = any_agent.NoSuchName
 
 
 @pytest.mark.service
-def test_star_import() -> None:
+def test_a_star_import_has_the_public_names() -> None:
     code = "from any_agent import *; print(RLClient, load_config)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("name", any_agent._ABSENT)
 def test_areals_names_without_a_counterpart_say_what_to_do(name: str) -> None:
-    with pytest.raises(ImportError, match=f"any_agent has no {name}: "):
+    with fails_with(ImportError, f"any_agent has no {name}"):
         exec(f"from any_agent import {name}")

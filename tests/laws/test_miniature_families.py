@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat.format_probes import TOOLS
+from tests.support.errors import fails_with
 from tests.support.families import Call, Family, family, names
 
 ASK: list[dict[str, Any]] = [
@@ -69,7 +70,7 @@ def test_a_call_is_what_the_template_writes(name: str) -> None:
 
 
 def test_a_family_refuses_what_it_cannot_say() -> None:
-    with pytest.raises(ValueError, match="reasoning"):
+    with fails_with(ValueError, "reasoning"):
         family("llama3").say("x", reasoning="y")
-    with pytest.raises(ValueError, match="calls"):
+    with fails_with(ValueError, "calls"):
         family("unknown_plain").say("x", calls=(THREE,))

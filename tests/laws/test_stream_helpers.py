@@ -18,6 +18,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from tests.support.errors import fails_with
 from tests.support.families import Call, Family, family
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.service import Lab, lab_of
@@ -104,7 +105,7 @@ def ids_for(lab: Lab, said: Said) -> list[int]:
 
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-async def test_messages(lab: Lab, said: Said) -> None:
+async def test_the_helper_of_messages_assembles_what_the_api_answers(lab: Lab, said: Said) -> None:
     ids = ids_for(lab, said)
     fields: dict[str, Any] = {
         "model": "m",
@@ -142,7 +143,9 @@ async def test_messages(lab: Lab, said: Said) -> None:
 
 @pytest.mark.parametrize("said", UNSTOPPED.values(), ids=UNSTOPPED)
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "logprobs"])
-async def test_responses(lab: Lab, said: Said, logprobs: bool) -> None:
+async def test_the_helper_of_responses_assembles_what_the_api_answers(
+    lab: Lab, said: Said, logprobs: bool
+) -> None:
     ids = ids_for(lab, said)
     fields: dict[str, Any] = {"model": "m", "input": ASK, "max_output_tokens": len(ids) - said.cut}
     if said.tools:
@@ -211,7 +214,7 @@ async def test_a_stream_that_breaks_is_no_answer(lab: Lab) -> None:
             assert last.type == "response.failed"
             assert last.response.error is not None and last.response.error.message
             # What it raises for want of a complete one.
-            with pytest.raises(RuntimeError, match="completed"):
+            with fails_with(RuntimeError, "completed"):
                 await stream.get_final_response()
         lab.engine.fail("nan", after=3)
         lab.engine.say(said)

@@ -18,6 +18,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
 from any_agent.launcher.trial import trial_dir
 from proxy_ext.web import permissions as scopes
+from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -320,5 +321,5 @@ def test_a_route_without_a_scope_is_an_error() -> None:
 
     app = FastAPI()
     app.add_api_route("/rl/v1/new", lambda: None, methods=["POST"])
-    with pytest.raises(StartupError, match="POST /rl/v1/new"):
+    with fails_with(StartupError, "POST /rl/v1/new"):
         scopes.check_routes(app.routes)

@@ -16,6 +16,7 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.app import create_app
+from tests.support.errors import fails_with
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -91,7 +92,7 @@ async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: P
     assert one.logprobs == recorded.output_logprobs.tolist()
     assert one.versions == recorded.output_versions.tolist()
     assert one.reward is None and one.messages[-1]["role"] == "user"
-    with pytest.raises(AttributeError, match="POST /rl/v1/set_reward"):
+    with fails_with(AttributeError, "POST /rl/v1/set_reward"):
         one.reward = 1.0
     reward = {"completion_id": answer["id"], "reward": 0.5}
     await proxy.post("/rl/v1/set_reward", reward, session["api_key"])
@@ -101,7 +102,7 @@ async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: P
     await proxy.lease()
     assert list(cache) == [] and len(cache) == 0
     for unknown in (id, "nobody"):
-        with pytest.raises(KeyError, match=unknown):
+        with fails_with(KeyError, unknown):
             cache[unknown]
 
 
@@ -110,7 +111,7 @@ async def test_completions_in_the_journal_alone_are_read_when_asked_for(proxy: P
     sessions = proxy.service.sessions
     sessions.trees.remove(sessions.live[id])
     sessions.live[id].unload()
-    with pytest.raises(ServiceUnavailable, match=r"await app\.load"):
+    with fails_with(ServiceUnavailable, "app.load"):
         list(proxy.front.session_cache[id])
     await proxy.front.load(id)
     assert len(proxy.front.session_cache[id]) == 1
@@ -266,11 +267,11 @@ async def test_an_episode_on_the_event_loop_of_another_thread(start: Start) -> N
 async def test_what_an_episode_is_not_run_on(start: Start) -> None:
     proxy, other = await start(), object()
     workflow = ProxyWorkflow(proxy.front)
-    with pytest.raises(ConfigError, match=r"arun_episode\(engine, None\)"):
+    with fails_with(ConfigError, "arun_episode(engine, None)"):
         await workflow.arun_episode(proxy.front.engine, {"messages": []})
-    with pytest.raises(ConfigError, match="not the engine that the app samples with"):
+    with fails_with(ConfigError, "the engine that"):
         await workflow.arun_episode(other, None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="cannot take episodes from a dict"):
+    with fails_with(ConfigError, "dict"):
         ProxyWorkflow({})  # type: ignore[arg-type]
 
 
@@ -284,13 +285,13 @@ async def test_an_app_that_does_not_run_is_told_as_that(start: Start) -> None:
         training=True,
     )
     assert app.engine is app.engine, "a script may hand it on before the start"
-    with pytest.raises(ServiceUnavailable, match="this app is not running"):
+    with fails_with(ServiceUnavailable, "not running"):
         await app.engine.agenerate(ModelRequest(input_ids=[1]))
-    with pytest.raises(ServiceUnavailable, match="this app is not running"):
+    with fails_with(ServiceUnavailable, "not running"):
         _ = app.session_cache
-    with pytest.raises(ServiceUnavailable, match="this app is not running"):
+    with fails_with(ServiceUnavailable, "not running"):
         await ProxyWorkflow(app).arun_episode(None, None)
     proxy = await start()
     await proxy.service.drain()
-    with pytest.raises(ServiceUnavailable, match="stopping"):
+    with fails_with(ServiceUnavailable, code="draining"):
         await ProxyWorkflow(proxy.front).arun_episode(None, None)

@@ -35,7 +35,7 @@ def test_a_port_in_use(tiny_model_dir: Path, tmp_path: Path) -> None:
         port = str(other.getsockname()[1])
         ended = run(write_config(tmp_path, tiny_model_dir), "--port", port)
     assert ended.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert f"127.0.0.1:{port}" in ended.stderr
     assert "server.port" in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -70,7 +70,9 @@ def test_a_template_that_cannot_be_rendered(tiny_model_dir: Path, tmp_path: Path
         ({"server": {"host": "0.0.0.0"}}, "server.admin_key"),
     ],
 )
-def test_a_bad_configuration(tmp_path: Path, section: dict[str, object], says: str) -> None:
+def test_a_bad_configuration_ends_with_2_and_no_traceback(
+    tmp_path: Path, section: dict[str, object], says: str
+) -> None:
     # Settings in the environment were resolved by whoever wrote the file.
     ended = run(write_config(tmp_path, tmp_path, **section), "--port", "0", ANY_AGENT_TRIAL="no")
     assert ended.returncode == 2
@@ -81,7 +83,7 @@ def test_a_bad_configuration(tmp_path: Path, section: dict[str, object], says: s
 def test_other_machines_are_not_served_without_a_key(tmp_path: Path) -> None:
     ended = run(write_config(tmp_path, tmp_path), "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
-    assert "0.0.0.0 is reachable from outside" in ended.stderr
+    assert "server.admin_key" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -89,7 +91,7 @@ def test_a_grader_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> Non
     sessions = {"late_reward": "grade", "grader": "no_such_module.grade"}
     ended = run(write_config(tmp_path, tiny_model_dir, sessions=sessions), "--port", "0")
     assert ended.returncode == 2
-    assert "sessions.grader=no_such_module.grade cannot be used" in ended.stderr
+    assert "sessions.grader=no_such_module.grade" in ended.stderr
     assert "No module named 'no_such_module'" in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -97,12 +99,12 @@ def test_a_grader_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> Non
 def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     ended = run(write_config(tmp_path, tiny_model_dir), "--port", "0")
     assert ended.returncode == 1
-    assert "the engine at http://127.0.0.1:1 cannot be used" in ended.stderr
+    assert "http://127.0.0.1:1" in ended.stderr
     assert "engine.urls" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_an_engine_in_public(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_engine_in_public_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     arguments = ("--port", "0", "--engine-url", "http://8.8.8.8:30000")
     ended = run(write_config(tmp_path, tiny_model_dir), *arguments)
     assert ended.returncode == 2
@@ -110,13 +112,15 @@ def test_an_engine_in_public(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-async def test_an_engine_with_another_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+async def test_an_engine_with_another_model_is_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     scripted = ScriptedEngine()
     scripted.vocabulary = 99
     async with scripted.serve() as url:
         config = write_config(tmp_path, tiny_model_dir)
         ended = await asyncio.to_thread(run, config, "--port", "0", "--engine-url", url)
     assert ended.returncode == 2
-    assert f"the engine at {url} serves another model than the run's" in ended.stderr
+    assert f"the engine at {url}" in ended.stderr
     assert "knows fewer than" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -11,6 +11,7 @@ from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import Conflict, EngineUnavailable
 from proxy_ext.__main__ import _check_engine
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -87,7 +88,7 @@ async def test_weights_that_were_lost_with_the_engine(proxy: Proxy, engine: Scri
     await proxy.client.resume()
     assert await told(proxy) == 4
     assert (await proxy.open())["version"] == 4
-    with pytest.raises(Conflict, match="below 5; versions only grow"):
+    with fails_with(Conflict, "below 5"):
         await publish(proxy, 4)
     await proxy.client.pause(ttl=600)
     engine.weight_version = "5"
@@ -156,7 +157,7 @@ async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
         await again.info()
         await proxy.service.run.recover()
         await until(lambda: again.paused)
-        with pytest.raises(EngineUnavailable, match="half loaded"):
+        with fails_with(EngineUnavailable, "half loaded"):
             await proxy.client.resume()
         assert not engine._going.is_set(), "it has been let go on"
         assert await told(proxy) == -1
@@ -187,5 +188,5 @@ async def test_an_engine_that_falls_back_within_an_answer(
     answer = await call
     error = answer[0][-1]["error"] if stream else answer.json()["error"]
     assert error["code"] == "engine_mismatch"
-    assert "fell from 5 to 4" in error["message"]
+    assert "5 to 4" in error["message"]
     assert await proxy.recorded(session["session_id"]) == []

@@ -17,6 +17,7 @@ from any_agent.rundir import registry as presence
 from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
 from any_agent.runtime.ports import reserve
 from proxy_ext.server import DrainingServer, entry_of
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -208,7 +209,7 @@ async def test_an_answer_that_has_begun_is_cut_not_ended(
     serving = asyncio.create_task(server._serve([listener]))
     await until(lambda: server.started and version(tmp_path))
     async with httpx.AsyncClient(timeout=60) as http:
-        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+        with fails_with(httpx.RemoteProtocolError, "incomplete"):
             async with http.stream("GET", url) as response:
                 async for _ in response.aiter_bytes():
                     server.handle_exit(signal.SIGINT, None)

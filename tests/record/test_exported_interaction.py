@@ -14,6 +14,7 @@ from any_agent.record import (
     strip_content,
 )
 from any_agent.types import ModelResponse
+from tests.support.errors import fails_with
 from tests.support.workflow.tensors import interaction
 
 
@@ -57,7 +58,7 @@ def test_its_parent_is_the_turn_that_it_goes_on_from() -> None:
     assert leaf.parent.interaction_id == "a"
 
 
-def test_its_tensors() -> None:
+def test_its_tensors_have_the_batchs_shapes_and_types() -> None:
     tensors = made()["b"].to_tensor_dict()
     assert {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()} == {
         "input_ids": (torch.int32, (6,)),
@@ -111,7 +112,7 @@ def test_what_came_beside_the_tensors_is_known() -> None:
     made_of = again["b"].model_response
     assert made_of is not None and (made_of.input_tokens, made_of.output_tokens) == ([1, 2], [3])
     del response["output_versions"]
-    with pytest.raises(InvalidTrajectory, match="its model_response has no output_versions"):
+    with fails_with(InvalidTrajectory, "output_versions", param="model_response"):
         InteractionWithTokenLogpReward.from_tensors(
             "b", exported["b"].to_tensor_dict(), model_response=response
         )
@@ -170,14 +171,14 @@ def test_it_can_be_made_by_hand() -> None:
 def test_what_has_no_tokens_has_no_tensors() -> None:
     empty = InteractionWithTokenLogpReward(reward=1.0)
     assert not empty.has_tensor_data
-    with pytest.raises(InvalidTrajectory, match="has no tensors: give it a model_response"):
+    with fails_with(InvalidTrajectory, "model_response"):
         empty.to_tensor_dict()
     short = InteractionWithTokenLogpReward(ModelResponse([1], [2, 3], [-0.5], [0, 0], "stop"))
-    with pytest.raises(InvalidTrajectory, match="one logprob and one version per token"):
+    with fails_with(InvalidTrajectory, "version"):
         short.to_tensor_dict()
 
 
-def test_a_completion_by_itself() -> None:
+def test_a_completion_has_its_own_tokens_and_reward() -> None:
     by_hand = CompletionWithTokenLogpReward(id="x", text="hi", token_ids=[1], logprobs=[-0.5])
     assert by_hand.reward is None
     recorded = interaction("b", [5], [6], reward=1.0)
@@ -190,7 +191,7 @@ def test_a_completion_by_itself() -> None:
 def test_a_field_that_is_not_there_is_named() -> None:
     tensors = made()["b"].to_tensor_dict()
     del tensors["versions"]
-    with pytest.raises(InvalidTrajectory, match="interaction b has no versions"):
+    with fails_with(InvalidTrajectory, param="versions"):
         InteractionWithTokenLogpReward.from_tensors("b", tensors)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation
+from tests.support.errors import fails_with
 from tests.support.records import Make
 
 
@@ -56,7 +57,7 @@ def test_prompts_are_those_given_at_creation(
     ]
 
 
-def test_a_thousand_turns(make: Make) -> None:
+def test_a_thousand_turns_are_one_path(make: Make) -> None:
     tree = InteractionTree()
     for n in range(1500):
         tree.add(make(str(n), str(n - 1) if n else None), str(n).encode())
@@ -64,7 +65,7 @@ def test_a_thousand_turns(make: Make) -> None:
     assert len(tree.messages("1499")) == 1500 * 2 - 1
 
 
-def test_what_said_the_same(make: Make) -> None:
+def test_interactions_are_found_by_what_was_said(make: Make) -> None:
     said, head, other = b"m" * 16, b"h" * 16, b"o" * 16
     tree = InteractionTree()
     tree.add(make("a"), said + head)
@@ -113,7 +114,7 @@ def test_a_path_that_goes_on_is_kept_once(make: Make) -> None:
         ids = tree.path_ids(str(n))
         assert tree.extra_bytes == ids.nbytes == 4 * 5 * (n + 1)
         assert tree.path_ids(str(n)) is ids
-    with pytest.raises(ValueError, match="read-only"):
+    with fails_with(ValueError, "read-only"):
         ids[0] = 1
 
 
@@ -131,12 +132,12 @@ def test_last_is_what_the_agent_got(make: Make) -> None:
 def test_what_cannot_be_added(make: Make) -> None:
     tree = InteractionTree()
     tree.add(make("a"), b"a")
-    with pytest.raises(ValueError, match="recorded already"):
+    with fails_with(ValueError, "interaction a"):
         tree.add(make("a"), b"a")
-    with pytest.raises(ValueError, match="parent x is not recorded"):
+    with fails_with(ValueError, "interaction b", "parent x"):
         tree.add(make("b", "x"), b"b")
-    with pytest.raises(ValueError, match="continuation"):
+    with fails_with(ValueError, "continuation branch"):
         tree.add(make("b", "a", continuation=Continuation.BRANCH), b"b")
-    with pytest.raises(ValueError, match="continuation"):
+    with fails_with(ValueError, "continuation exact"):
         tree.add(make("b", continuation=Continuation.EXACT), b"b")
     assert len(tree) == 1

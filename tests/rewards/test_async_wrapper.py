@@ -19,6 +19,7 @@ from any_agent.rewards import async_wrapper
 from any_agent.rewards.async_wrapper import RewardFailed
 from any_agent.runtime import worker_pool as workers
 from tests.support import reward_functions as functions
+from tests.support.errors import fails_with
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +52,7 @@ async def test_a_call_that_takes_too_long_costs_itself_alone(
     strict = AsyncRewardWrapper(
         functions.hangs, timeout_seconds=0.2, max_workers=2, timeout_reward=None
     )
-    with pytest.raises(RewardFailed, match="more than"):
+    with fails_with(RewardFailed, "hangs", "0.2 s", code="reward_timeout"):
         await strict()
 
 
@@ -62,17 +63,19 @@ async def test_a_crash_neither_ends_the_pool_nor_other_calls(tmp_path: Path) -> 
     good = AsyncRewardWrapper(functions.by_name, max_workers=2)
     results = await asyncio.gather(dead(), good("4", "4"), good("4", "5"), return_exceptions=True)
     assert isinstance(results[0], RewardFailed)
-    assert "dies took its process down" in results[0].message
+    assert "dies" in results[0].message
     assert list(results[1:]) == [1.0, 0.0]
     assert await good("4", "4") == 1.0
 
 
 async def test_what_it_raises_is_told_with_its_trace() -> None:
-    with pytest.raises(RewardFailed) as raised:
+    with fails_with(
+        RewardFailed,
+        "raises failed: ZeroDivisionError: nothing to divide by",
+        "reward_functions.py",
+    ):
         await AsyncRewardWrapper(functions.raises, max_workers=2)()
-    assert "raises failed: ZeroDivisionError: nothing to divide by" in raised.value.message
-    assert "reward_functions.py" in raised.value.message
-    with pytest.raises(RewardFailed, match="SystemExit"):
+    with fails_with(RewardFailed, "SystemExit"):
         await AsyncRewardWrapper(functions.leaves, max_workers=2, max_retries=0)()
 
 
@@ -91,7 +94,7 @@ async def test_a_coroutine_function_stays_here() -> None:
 
 
 def test_what_cannot_be_sent_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"lambda.*top level of a module"):
+    with fails_with(ConfigError, "lambda", "top level of a module"):
         AsyncRewardWrapper(lambda: 1.0)
 
 
@@ -185,7 +188,7 @@ def test_an_answer_that_computes_for_hours_is_wrong(monkeypatch: pytest.MonkeyPa
 def test_without_math_verify_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     async_wrapper._math_verify.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match="pip install math-verify"):
+    with fails_with(ConfigError, "math-verify"):
         gsm8k_reward_fn("", "3", [], [], "3")
 
 

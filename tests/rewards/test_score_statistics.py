@@ -8,13 +8,14 @@ from itertools import combinations
 import pytest
 
 from any_agent.rewards.score_statistics import estimate, pass_at_k, student975
+from tests.support.errors import fails_with
 
 
 @pytest.mark.parametrize(
     ("freedom", "quantile"),
     [(1, 12.7062), (3, 3.1824), (30, 2.0423), (31, 2.0395), (60, 2.0003), (1000, 1.9623)],
 )
-def test_students_quantiles(freedom: int, quantile: float) -> None:
+def test_students_quantiles_are_those_of_tables(freedom: int, quantile: float) -> None:
     """As tables have them (scipy.stats.t.ppf(0.975, freedom))."""
     assert student975(freedom) == pytest.approx(quantile, abs=6e-5)
 
@@ -25,7 +26,7 @@ def test_quantiles_fall_towards_the_normal_one() -> None:
     assert student975(10**9) == pytest.approx(1.959964)
 
 
-def test_an_estimate() -> None:
+def test_an_estimate_has_the_interval_of_students_t() -> None:
     """Of 0, 1, 2 and 5: the mean is 2, the variance 14/3."""
     found = estimate([0.0, 1.0, 2.0, 5.0])
     assert found is not None and found.interval is not None
@@ -45,7 +46,7 @@ def test_an_interval_of_values_from_0_to_1_stays_there() -> None:
         assert found is not None and found.interval == pytest.approx(interval, abs=1e-3)
 
 
-def test_too_few_items_for_an_interval() -> None:
+def test_too_few_items_have_no_interval() -> None:
     assert estimate([]) is None
     assert estimate([0.5]) == (0.5, None, 1)
     assert estimate([0.5, 0.5]) == (0.5, (0.5, 0.5), 2)
@@ -67,5 +68,5 @@ def test_pass_at_k_of_many_runs() -> None:
 
 @pytest.mark.parametrize("asked", [(4, 1, 0), (4, 1, 5), (4, 5, 1), (0, 0, 1)])
 def test_what_cannot_be_estimated(asked: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="k must be"):
+    with fails_with(ValueError, "k must be"):
         pass_at_k(*asked)

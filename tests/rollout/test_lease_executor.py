@@ -23,6 +23,7 @@ from any_agent.rollout import LeaseExecutor
 from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
+from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
 from tests.support.lease_executor import Scripted, Service, until
 
@@ -70,9 +71,8 @@ def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
     lab.script.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b", "c"]
-    said = "2 of 4 sessions came; no agent has a session open, or waits for one"
     until(lambda: len(lab.executor._buffer) == 1 and lab.executor.capacity is not None)
-    with pytest.raises(TimeoutError, match=said):
+    with fails_with(TimeoutError, "2 of 4", "no agent"):
         lab.executor.prepare_batch(timeout=0.01)
     lab.script.give(episode("e"))
     assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=60)] == ["d", "e"]
@@ -175,7 +175,7 @@ def test_an_internal_error_of_one_poll_ends_nothing(monkeypatch: pytest.MonkeyPa
         lab.script.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
     assert len(lab.executor.prepare_batch(timeout=60)) == 2
     lab.script.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
-    with pytest.raises(AnyAgentError, match="odd"):
+    with fails_with(AnyAgentError, "odd"):
         lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
 
@@ -189,7 +189,7 @@ def test_a_poll_that_ended_is_not_taken_for_a_wait_that_ended(
             raise error
 
     lab = Lab(script=Failing())
-    with pytest.raises(RuntimeError, match=error.__name__):
+    with fails_with(RuntimeError, error.__name__):
         lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
 

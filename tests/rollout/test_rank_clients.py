@@ -14,6 +14,7 @@ from any_agent.rollout import RankClients
 from any_agent.rollout import rank_clients as module
 from any_agent.rundir.fleet import Fleet, FleetFile, save_fleet
 from any_agent.rundir.registry import RegistryEntry, publish, rank_name
+from tests.support.errors import fails_with
 
 INFO = {
     "experiment": "e",
@@ -101,7 +102,7 @@ async def test_all_of_them_end_before_one_fails() -> None:
         ended.append(rank)
         return rank
 
-    with pytest.raises(ValueError, match="first"):
+    with fails_with(ValueError, "first"):
         await ranks.all(call)
     assert ended == [1, 2]
     await ranks.close()
@@ -111,7 +112,7 @@ def test_a_session_names_its_rank(tmp_path: Path) -> None:
     ranks = RankClients(tmp_path, FleetFile(None, 2))
     assert [ranks.home(f"ses-{rank}-{'0' * 16}") for rank in (0, 1)] == [0, 1]
     for wrong in (f"ses-2-{'0' * 16}", "ses-0-x", ""):
-        with pytest.raises(NotFound, match="no rank of this run has had"):
+        with pytest.raises(NotFound):
             ranks.home(wrong)
 
 
@@ -159,9 +160,8 @@ async def test_the_ranks_follow_the_fleet(tmp_path: Path, monkeypatch: pytest.Mo
         change(ranks.fleet.with_state(0, None))
         assert (ranks.present, len(ranks)) == ([1, 2], 2)
         assert await versions(ranks) == [11, 12]
-        with pytest.raises(NotFound) as error:
+        with fails_with(NotFound, code=module.RANK_ENDED):
             await ranks.clients[0].run_info()
-        assert error.value.code == module.RANK_ENDED
         infos = await ranks.all(lambda rank: ranks.clients[rank].run_info(), [0, 1])
         assert [info.version for info in infos] == [11], "it has left meanwhile"
         assert ranks.home(f"ses-0-{'0' * 16}") == 0

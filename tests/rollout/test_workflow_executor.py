@@ -18,6 +18,7 @@ from any_agent.errors import ConfigError, RolloutError, TooManyRequests, Trainin
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import GroupedRolloutWorkflow, context
+from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, numbers, until
 
@@ -63,35 +64,35 @@ def test_those_that_are_done_come_first_in_the_order_of_their_submission() -> No
         result = e.wait_for_task(ids[3], timeout=60)
         assert result is not None
         assert numbers(result) == [3]
-        with pytest.raises(TimeoutError, match="0 of 1 items are done"):
+        with fails_with(TimeoutError, "0 of 1"):
             e.wait(1, timeout=0.05)
         assert e.wait(1, timeout=0.05, raise_timeout=False) == []
         assert e.wait_for_task(ids[0], timeout=0.05, raise_timeout=False) is None
-        with pytest.raises(TimeoutError, match=f"task {ids[0]} did not end in 0.05 s"):
+        with fails_with(TimeoutError, f"task {ids[0]}", "0.05 s"):
             e.wait_for_task(ids[0], timeout=0.05)
         workflow.let(0)
         assert e.wait_for_task(ids[0], timeout=60) is not None
 
 
-def test_ids_of_ones_own() -> None:
+def test_ids_of_ones_own_are_kept_apart_from_given_ones() -> None:
     with executor() as e:
         assert e.submit({"n": 1}, Doing(), task_id=1) == 1
         assert e.submit({"n": 2}, Doing()) == 0
         assert e.submit({"n": 3}, Doing()) == 2, "1 is taken"
-        with pytest.raises(ValueError, match="task_id 1 is in use"):
+        with fails_with(ValueError, "task_id 1"):
             e.submit({"n": 4}, Doing(), task_id=1)
         assert e.wait_for_task(1, timeout=60) is not None
         for unknown in (1, 99):
-            with pytest.raises(ValueError, match="was not submitted, or waited for already"):
+            with fails_with(ValueError, "task_id"):
                 e.wait_for_task(unknown)
 
 
 def test_waiting_for_what_was_not_submitted() -> None:
     with executor() as e:
         e.submit({"n": 1}, Doing())
-        with pytest.raises(ValueError, match="2 items are waited for, 1 are left"):
+        with fails_with(ValueError, "2 items", "1 are left"):
             e.wait(2)
-        with pytest.raises(ValueError, match="count is 0"):
+        with fails_with(ValueError, "count is 0"):
             e.wait(0)
 
 
@@ -114,7 +115,7 @@ def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     with executor() as e:
         for item in items(3):
             e.submit(item, Doing())
-        with pytest.raises(TooManyRequests, match="3 items were submitted and not waited for"):
+        with fails_with(TooManyRequests, "3 items"):
             e.submit({"n": 3}, Doing())
         e.wait(1, timeout=60)
         e.submit({"n": 3}, Doing())
@@ -143,7 +144,7 @@ def test_all_of_a_batch_in_its_order() -> None:
         assert [numbers(r)[0] for r in results] == [n for n in range(20) if n != 5]
         assert all(len(numbers(r)) == 2 for r in results)
         assert workflow.most == 4
-        with pytest.raises(ValueError, match="was given no items: is the dataset empty"):
+        with fails_with(ValueError, "dataset"):
             e.rollout_batch([], workflow)
         assert len(e.rollout_batch(items(3), workflow)) == 3
 
@@ -209,7 +210,7 @@ def test_a_loaders_items_come_again_where_their_batch_broke() -> None:
                 await asyncio.sleep(0.001)
             return REJECT if rejected else None
 
-        with pytest.raises(RolloutError, match="the last 2 items"):
+        with fails_with(RolloutError, "2 items"):
             e.prepare_batch(loader, Doing(two_in_a_row))
         broken.set()
         assert loader.state_dict()["beyond"] == [1, 2]
@@ -236,35 +237,35 @@ def test_the_next_batch_is_made_meanwhile() -> None:
         until(lambda: len(workflow.seen) == 12)
 
 
-def test_one_loader_and_workflow_per_executor() -> None:
+def test_an_executor_keeps_to_its_loader_and_workflow() -> None:
     data, workflow = items(10), Doing()
     with executor() as e:
         e.prepare_batch(data, workflow, timeout=60)
         for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
-            with pytest.raises(ConfigError, match="create another RemoteSGLangEngine"):
+            with fails_with(ConfigError, "RemoteSGLangEngine"):
                 e.prepare_batch(*other[:2], group_size=other[2])
         assert e.prepare_batch(data, workflow, timeout=60)
 
 
 def test_a_group_that_fits_into_no_batch() -> None:
     with executor() as e:
-        with pytest.raises(ConfigError, match=r"group_size 5 is more than rollout.batch_size 4"):
+        with fails_with(ConfigError, "group_size 5", "rollout.batch_size 4"):
             e.prepare_batch(items(10), Doing(), group_size=5)
-        with pytest.raises(ConfigError, match="group_size is 0"):
+        with fails_with(ConfigError, "group_size is 0"):
             e.submit({"n": 0}, Doing(), group_size=0)
 
 
 @pytest.mark.parametrize(
     ("loader", "error", "said"),
     [
-        ([], ValueError, "the dataloader has no items"),
-        (["text"], TypeError, "a batch is a list of dictionaries, .* not str 'text'"),
-        ([["text"]], TypeError, "item 0 of the batch is str 'text': items are dictionaries"),
-        (iter(items(2)), ValueError, "is it empty, or an exhausted iterator"),
+        ([], ValueError, "dataloader"),
+        (["text"], TypeError, "str 'text'"),
+        ([["text"]], TypeError, "item 0 of the batch"),
+        (iter(items(2)), ValueError, "iterator"),
     ],
 )
 def test_what_is_no_loader(loader: Any, error: type[Exception], said: str) -> None:
-    with executor() as e, pytest.raises(error, match=said):
+    with executor() as e, fails_with(error, said):
         e.prepare_batch(loader, Doing(), timeout=60)
         e.prepare_batch(loader, Doing(), timeout=60)
 
@@ -286,7 +287,7 @@ class Breaking:
 def test_an_empty_loader_fails_its_own_call_alone() -> None:
     with executor() as e:
         for _ in range(2):
-            with pytest.raises(ValueError, match="the dataloader has no items"):
+            with fails_with(ValueError, "dataloader"):
                 e.prepare_batch([], Doing(), timeout=60)
         assert [numbers(r) for r in e.rollout_batch(items(2), Doing())] == [[0], [1]]
         batch = e.prepare_batch(items(4), Doing(), timeout=60)
@@ -298,7 +299,7 @@ def test_a_loader_that_breaks_can_be_asked_again(error: Exception) -> None:
     loader, workflow = Breaking(6, error), Doing()
     kind = TrainingError if isinstance(error, TimeoutError) else OSError
     with executor() as e:
-        with pytest.raises(kind, match="no disk"):
+        with fails_with(kind, "no disk"):
             e.prepare_batch(loader, workflow, timeout=60)
         batch = e.prepare_batch(loader, workflow, timeout=60)
         assert [numbers(r) for r in batch] == [[0], [1], [2], [3]]
@@ -324,7 +325,7 @@ def test_what_ran_ahead_of_a_broken_loader_is_thrown_away() -> None:
         broken.set()
         batch = e.prepare_batch(loader, workflow, timeout=60)
         assert [numbers(r) for r in batch] == [[0], [1]]
-        with pytest.raises(OSError, match="no disk"):
+        with fails_with(OSError, "no disk"):
             e.prepare_batch(loader, workflow, timeout=60)
         assert (e.capacity.running, e.capacity.buffered) == (0, 0)
         assert len(e.prepare_batch(items(4), Doing(), timeout=60)) == 2
@@ -332,7 +333,7 @@ def test_what_ran_ahead_of_a_broken_loader_is_thrown_away() -> None:
 
 def test_items_that_come_to_nothing_fail_their_call_alone() -> None:
     with executor(max_dull_groups=3) as e:
-        with pytest.raises(RolloutError, match="the last 3 items came to nothing"):
+        with fails_with(RolloutError, "3 items"):
             e.prepare_batch(items(4), Doing(lambda _: REJECT), timeout=60)
         assert len(e.prepare_batch(items(4), Doing(), timeout=60)) == 4
 
@@ -348,7 +349,7 @@ def test_a_slow_loader_stops_no_episode() -> None:
 
     workflow = Doing()
     with executor() as e:
-        with pytest.raises(TimeoutError, match=r"0 of 4 sessions came"):
+        with fails_with(TimeoutError, "0 of 4"):
             e.prepare_batch(slow_loader := Once(slow()), workflow, timeout=0.1)
         e.submit({"n": 50}, workflow)
         assert e.wait(1, timeout=60)[0] is not None
@@ -367,7 +368,7 @@ class Once:
 # -- for the trainer ---------------------------------------------------------------------------
 
 
-def test_groups_of_sessions() -> None:
+def test_a_batch_is_whole_groups_without_the_rejected_ones() -> None:
     dropped: list[tuple[int, str]] = []
 
     def twos(data: dict[str, Any]) -> Any:
@@ -407,7 +408,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
         (one, *others) = e.sessions_batch(stream, workflow, timeout=60)
         time.sleep(0.05)
         assert len(workflow.seen) == 4
-        with pytest.raises(TimeoutError, match="0 of 4 sessions came"):
+        with fails_with(TimeoutError, "0 of 4"):
             e.sessions_batch(stream, workflow, timeout=0.1)
         e.settled([one[0].group_id, "data-999", "something else"])
         until(lambda: len(workflow.seen) == 5)
@@ -419,7 +420,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
 # -- what a workflow knows ---------------------------------------------------------------------
 
 
-def test_the_context_of_an_episode() -> None:
+def test_an_episode_knows_its_context() -> None:
     sampling = GenerationHyperparameters(temperature=0.7)
     greedy = sampling.new(temperature=0.0)
     workflow = Doing()
@@ -458,7 +459,7 @@ def test_what_cannot_be_copied_is_shared() -> None:
     assert workflow.data[0]["lock"] is lock
 
 
-def test_figures_of_episodes() -> None:
+def test_figures_count_episodes_and_evaluations_apart() -> None:
     stats_tracker.export_all()
     with executor() as e:
         e.rollout_batch(items(6), THIRD)
@@ -503,9 +504,9 @@ def test_while_paused_only_evaluations_begin() -> None:
         workflow.let(1, 3)
         assert e.wait_for_task(before, timeout=60) is not None
         assert e.wait_for_task(evaluation, timeout=60) is not None
-        with pytest.raises(TimeoutError, match="the executor is paused"):
+        with fails_with(TimeoutError, "paused"):
             e.wait_for_task(after, timeout=0.05)
-        with pytest.raises(RuntimeError, match=r"paused, .* call resume\(\) first"):
+        with fails_with(RuntimeError, "resume()"):
             e.wait_for_task(after)
         e.resume()
         workflow.let(2)
@@ -551,12 +552,12 @@ def test_an_interrupt_ends_the_wait() -> None:
 
 def test_an_executor_that_was_not_started() -> None:
     e = WorkflowExecutor(None, RolloutConfig())  # type: ignore[call-arg]
-    with pytest.raises(RuntimeError, match=r"call start\(\), or use `with`"):
+    with fails_with(RuntimeError, "start()", "`with`"):
         e.submit({"n": 1}, Doing())
     e.stop()
 
 
-def test_several_callers_at_once() -> None:
+def test_several_callers_at_once_get_their_own() -> None:
     with executor(batch_size=2, eta=0, max_concurrent=3) as e:
         results: list[list[int]] = []
 

@@ -17,6 +17,7 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.rundir.fleet import Fleet
 from router.affinity import SessionAffinity, home_of, homes_of
+from tests.support.errors import fails_with
 
 RANKS = 3
 SIGNER = KeySigner(b"s" * 32)
@@ -59,7 +60,7 @@ def test_every_place_of_a_name(rank: int) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/x", "/", "/rl/v1/sessions", "/sk-v1.0", "/ses", "/v1/sk-v1.0.x/y", ""]
 )
-def test_no_session(path: str) -> None:
+def test_a_request_without_a_session_has_no_place(path: str) -> None:
     assert place(path) == (None, False)
     assert place(path, **bearer("operator-secret")) == (None, False)
 
@@ -96,9 +97,8 @@ def test_a_rank_that_the_service_does_not_have() -> None:
         {"X_Any_Agent_Session": f"ses-{RANKS}-0123456789abcdef"},
         {"query": "session_id=ses-9999-0123456789abcdef"},
     ):
-        with pytest.raises(NotFound) as error:
+        with fails_with(NotFound, code="unknown_rank"):
             place(**where)
-        assert error.value.code == "unknown_rank"
 
 
 def test_ids_that_tell_no_rank_are_named_all_the_same() -> None:
@@ -110,13 +110,13 @@ def test_a_query_of_thousands_of_fields_is_not_looked_through() -> None:
     """To take each apart costs tens of milliseconds, before anybody has shown a key."""
     fields = "&".join(["a=%41"] * 10_000)
     assert place(query=fields) == (None, False)
-    with pytest.raises(InvalidRequest, match="fields"):
+    with fails_with(InvalidRequest, "fields"):
         place(query=f"{fields}&session_id={IDS[1]}")
     few = "&".join(["a=%41"] * 50)
     assert place(query=f"{few}&session_id={IDS[1]}") == (1, True)
 
 
-def test_two_sessions_of_different_ranks() -> None:
+def test_two_sessions_of_different_ranks_are_refused() -> None:
     for where in (
         {**bearer(KEYS[0]), "X_Any_Agent_Session": IDS[1]},
         {"X_Any_Agent_Session": IDS[1], "query": f"session_id={IDS[2]}"},
@@ -131,7 +131,7 @@ def test_two_sessions_of_one_rank_are_its_own_business() -> None:
     assert place(**bearer(KEYS[1]), X_Any_Agent_Session=IDS[1]) == (1, True)
 
 
-def test_two_keys() -> None:
+def test_two_different_keys_are_refused() -> None:
     with pytest.raises(SessionMismatch):
         place(**bearer(KEYS[0]), X_Api_Key=KEYS[1])
     assert place(**bearer(KEYS[0]), X_Api_Key=KEYS[0]) == (0, True)
@@ -158,7 +158,7 @@ def test_nothing_unexpected_is_raised(path: str, value: str) -> None:
 # -- where sessions are opened -----------------------------------------------------------------
 
 
-def test_homes() -> None:
+def test_groups_and_tasks_have_one_home_each() -> None:
     homes = AFFINITY.homes
     group = homes(api_key=None, group_id="g", task_id=None)
     assert group == [home_of("g", range(RANKS))]
@@ -168,15 +168,14 @@ def test_homes() -> None:
     assert homes(api_key=KEYS[2], group_id=None, task_id=None) == [2]
 
 
-def test_an_earlier_key_and_its_group() -> None:
+def test_an_earlier_key_must_be_of_its_groups_rank() -> None:
     there = home_of("g", range(RANKS))
     for rank in range(RANKS):
         if rank == there:
             assert AFFINITY.homes(api_key=KEYS[rank], group_id="g", task_id=None) == [rank]
             continue
-        with pytest.raises(Conflict) as error:
+        with fails_with(Conflict, code="lane_on_other_rank"):
             AFFINITY.homes(api_key=KEYS[rank], group_id="g", task_id=None)
-        assert error.value.code == "lane_on_other_rank"
 
 
 def test_an_earlier_key_that_is_none() -> None:
@@ -244,9 +243,8 @@ def test_a_session_of_a_rank_that_has_ended() -> None:
     fleet = Fleet.of(3).with_state(1, None)
     affinity = SessionAffinity(SIGNER, lambda: fleet)
     assert [affinity.rank_of(KEYS[rank]) for rank in (0, 2)] == [0, 2]
-    with pytest.raises(NotFound, match="one of rank 1, which was drained") as error:
+    with fails_with(NotFound, "rank 1", code="unknown_rank"):
         affinity.rank_of(KEYS[1])
-    assert error.value.code == "unknown_rank"
 
 
 def test_homes_do_not_depend_on_the_process() -> None:

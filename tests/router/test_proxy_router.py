@@ -25,6 +25,7 @@ from any_agent.rundir.fleet import FleetFile
 from router import ProxyRouter
 from router.proxy_router import _Proxies
 from router.rank_health import RankHealth
+from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy
 from tests.support.real_parts import await_url, environment
@@ -220,7 +221,7 @@ async def test_it_is_closed_after_the_loop_that_used_it(rank: FakeRank) -> None:
 
 async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None:
     router = ProxyRouter([proxy.url for proxy in pair])
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is reachable.*bind host='127\.0\.0\.1'"):
+    with fails_with(ConfigError, "0.0.0.0", "host='127.0.0.1'"):
         await asyncio.to_thread(router.start, port=0)
 
 
@@ -288,16 +289,16 @@ async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
 
 async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:
     for urls, said in (
-        ([], "a list of its proxies' URLs"),
-        ("http://127.0.0.1:1", "a list of its proxies' URLs"),
-        (["node1:8001"], r"'node1:8001' is not a proxy's URL"),
+        ([], "URLs"),
+        ("http://127.0.0.1:1", "URLs"),
+        (["node1:8001"], "'node1:8001'"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with fails_with(ConfigError, said):
             ProxyRouter(urls)
     twice = ProxyRouter(["http://a:1", "http://b:1", "http://a:1/"])
     assert twice.proxy_urls == ["http://a:1", "http://b:1"]
-    with pytest.raises(StartupError, match=r"no proxy of any-agent answers at http://127\.0\.0\.1"):
+    with fails_with(StartupError, "http://127.0.0.1"):
         router = ProxyRouter([pair[0].url, f"http://127.0.0.1:{own_port()}"])
         await asyncio.to_thread(router.start, "127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="the proxies are the ranks 1: name each rank"):
+    with fails_with(ConfigError, "ranks 1"):
         await asyncio.to_thread(ProxyRouter([pair[1].url]).start, "127.0.0.1", 0)

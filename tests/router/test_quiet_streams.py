@@ -19,6 +19,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import publish
 from proxy_ext.server import entry_of
 from tests.proxy_ext.api.test_chat import say
+from tests.support.errors import fails_with
 from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy
 from tests.support.router import serving
 from tests.support.scripted_engine import ScriptedEngine
@@ -142,7 +143,7 @@ async def test_every_sdk_raises_what_fails_after_the_head(service: Service) -> N
         service.engine.fail("error_event", after=1)
         go_on = service.engine.hold(0)
         asyncio.get_running_loop().call_later(0.5, go_on.set)
-        with pytest.raises(error, match="engine"):
+        with fails_with(error, "engine"):
             await sdk(service, await service.key(), LIMIT)
 
 

@@ -19,6 +19,7 @@ from any_agent.runtime.atomic_files import (
     write_atomic,
 )
 from any_agent.runtime.disk_space import is_disk_full
+from tests.support.errors import fails_with
 from tests.support.small_disk import small_disk
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
@@ -40,7 +41,7 @@ def target(tmp_path: Path) -> Path:
     return target
 
 
-def test_replacing(target: Path) -> None:
+def test_a_replaced_file_leaves_no_other_behind(target: Path) -> None:
     write(target, "new", replace=True)
     assert read(target) == "new"
     assert list(target.parent.iterdir()) == [target]
@@ -151,7 +152,7 @@ def test_nothing_is_left_of_a_text_without_room(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with fails_with(OSError, "No space"):
         write_atomic(target, "new")
     assert list(tmp_path.iterdir()) == [target]
     assert target.read_text() == "old"

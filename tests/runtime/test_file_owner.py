@@ -16,6 +16,7 @@ from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.file_owner import no_access
 from proxy_ext.export.__main__ import main as export
+from tests.support.errors import fails_with
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def test_an_export_names_the_owner(trial: RunDir, capsys: pytest.CaptureFixture[
 
 
 def test_the_url_of_another_users_service_is_not_waited_for(trial: RunDir) -> None:
-    with no_access_to(trial.path) as whose, pytest.raises(ConfigError, match=whose):
+    with no_access_to(trial.path) as whose, fails_with(ConfigError, whose):
         UrlFile(trial.url).read()
 
 
@@ -79,5 +80,5 @@ def test_an_owner_without_a_name_has_a_number(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
     error = no_access(PermissionError(13, "Permission denied", str(tmp_path / "a" / "b")))
-    assert "you are number 4000000" in error.message
+    assert "4000000" in error.message
     assert str(tmp_path / "a" / "b") in error.message

@@ -12,6 +12,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.file_watcher import WatchedFile
+from tests.support.errors import fails_with
 
 
 @pytest.fixture(autouse=True)
@@ -136,5 +137,5 @@ def _too_many_files(*_: object, **__: object) -> int:
 def test_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("x")
-    with pytest.raises(ValueError, match="invalid literal"):
+    with fails_with(ValueError, "invalid literal"):
         WatchedFile(path, number, 0)

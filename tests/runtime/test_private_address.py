@@ -6,6 +6,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.private_address import is_private, require_private_host, require_private_url
+from tests.support.errors import fails_with
 
 PRIVATE = ["127.0.0.1", "10.2.3.4", "172.31.255.1", "192.168.0.9", "169.254.3.4"]
 PRIVATE += ["::1", "fd00::1", "fe80::1", "fe80::1%lo", "::ffff:10.0.0.1"]
@@ -13,25 +14,25 @@ PUBLIC = ["8.8.8.8", "172.32.0.1", "0.0.0.0", "::", "2001:db8::1", "100.64.0.1",
 
 
 @pytest.mark.parametrize("address", PRIVATE)
-def test_private(address: str) -> None:
+def test_private_addresses_are_taken(address: str) -> None:
     assert is_private(address)
     host = f"[{address}]" if ":" in address else address
     require_private_url(f"http://{host}:30000")
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_public(address: str) -> None:
+def test_public_addresses_are_refused(address: str) -> None:
     assert not is_private(address)
     host = f"[{address}]" if ":" in address else address
-    with pytest.raises(ConfigError, match="public address"):
+    with fails_with(ConfigError, address):
         require_private_url(f"http://{host}:30000")
-    with pytest.raises(ConfigError, match="must not listen on"):
+    with fails_with(ConfigError, address):
         require_private_host(address)
 
 
 @pytest.mark.parametrize("url", ["", "engine:30000", "ftp://10.0.0.1", "http://", "http://[1"])
-def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(ConfigError, match="no URL of an engine"):
+def test_malformed_urls_of_engines_are_refused(url: str) -> None:
+    with fails_with(ConfigError, repr(url)):
         require_private_url(url)
 
 
@@ -47,7 +48,7 @@ def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     require_private_url("http://engine.cluster:3")
     require_private_host("engine.cluster")
     found.append("8.8.8.8")
-    with pytest.raises(ConfigError, match=r"engine\.cluster has the public address 8\.8\.8\.8"):
+    with fails_with(ConfigError, "engine.cluster", "8.8.8.8"):
         require_private_url("http://engine.cluster:3")
     found.clear()
     # It may not be there yet: the connection will say so.

@@ -25,6 +25,7 @@ from any_agent.runtime.worker_pool import (
     unpicklable,
 )
 from tests.support import reward_functions as functions
+from tests.support.errors import fails_with
 from tests.support.proxy import until
 
 
@@ -111,7 +112,7 @@ def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
 
 async def test_a_result_that_cannot_be_sent() -> None:
     pool = WorkerPool(1)
-    with pytest.raises(WorkerFailed, match="lambda"):
+    with fails_with(WorkerFailed, "lambda"):
         await pool.run(functions.lambdas, timeout=60)
     await asyncio.to_thread(pool.close)
 
@@ -120,7 +121,7 @@ def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
     assert unpicklable({"a": [1, {"b": lock}]}, "data") == f"data['a'][1]['b'] ({lock!r})"
     assert unpicklable([1, "x"]) is None
-    with pytest.raises(ConfigError, match="one worker at least"):
+    with pytest.raises(ConfigError):
         WorkerPool(0)
 
 

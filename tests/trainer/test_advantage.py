@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
+from tests.support.errors import fails_with
 from trainer.advantage import (
     STD_FLOOR,
     SessionRewards,
@@ -35,7 +36,7 @@ def worked_example() -> None:
     assert not got.zero_variance
 
 
-def test_worked_example() -> None:
+def test_the_worked_example_holds() -> None:
     worked_example()
 
 
@@ -44,7 +45,7 @@ def test_each_session_counts_once_however_many_turns_it_has() -> None:
     assert got.baseline == 0.5
 
 
-def test_without_division() -> None:
+def test_advantages_may_stay_undivided() -> None:
     (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std="none")
     assert got.baseline == 0.625
     assert got.advantages == ((0.375,), (-0.625, -0.125))
@@ -184,7 +185,7 @@ def test_leave_one_out() -> None:
     leave_one_out_law()
 
 
-def test_mean_and_deviation_of_the_batch() -> None:
+def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
     batch_law()
 
 
@@ -237,14 +238,11 @@ def test_what_says_nothing_gets_nothing(estimator: str) -> None:
     assert two.advantages == ((0.0,), (0.0,)) and two.zero_variance
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rewards_must_be_finite(bad: float) -> None:
-    with pytest.raises(ValueError, match="interaction 1"):
-        session(0.0, bad)
-
-
-def test_one_flag_per_reward() -> None:
-    with pytest.raises(ValueError, match="one flag per reward"):
+def test_rewards_must_be_finite_and_have_a_flag_each() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        with fails_with(ValueError, "interaction 1"):
+            session(0.0, bad)
+    with fails_with(ValueError, "flag"):
         SessionRewards([1.0], [])
 
 

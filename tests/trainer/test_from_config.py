@@ -11,6 +11,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from any_agent.config import TrainConfig, load_config
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from trainer.from_config import learning_rate, workflow_executor
 
 
@@ -61,22 +62,21 @@ def test_the_rate_falls_towards_the_least_share(kind: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["train.warmup_steps=100"], "train.warmup_steps=100 must be below train.steps=100"),
+        (["train.warmup_steps=100"], "train.steps=100"),
         (["train.warmup_steps=-1"], "train.warmup_steps"),
         (["train.min_lr_ratio=1.5", "train.lr_schedule=linear"], "train.min_lr_ratio"),
-        (["train.min_lr_ratio=0.1"], "set train.lr_schedule to linear or cosine"),
+        (["train.min_lr_ratio=0.1"], "train.lr_schedule to linear or cosine"),
         (["train.lr_schedule=step"], "train.lr_schedule"),
-        (["train.minibatches=65"], "train.minibatches=65 must not exceed rollout.batch_size=64"),
+        (["train.minibatches=65"], "rollout.batch_size=64"),
         (["train.minibatches=0"], "train.minibatches"),
         (["train.epochs_per_batch=0"], "train.epochs_per_batch"),
-        (["train.reference_model=x"], "or train.kl_reward_coef above 0, or leave"),
+        (["train.reference_model=x"], "train.kl_reward_coef"),
         (["train.kl_coef=-0.1"], "train.kl_coef"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with fails_with(ConfigError, said):
         load_config(None, given, {})
-    assert said in raised.value.message
 
 
 @pytest.mark.parametrize(("deterministic", "seed"), [("true", 7), ("false", None)])

@@ -12,6 +12,7 @@ import torch
 from any_agent.errors import ServiceUnavailable, TrainingError
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.workflow import Episode
+from tests.support.errors import fails_with
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, moments_of, same
 from trainer import publisher
@@ -27,7 +28,7 @@ def not_finite(name: str) -> Episode:
     return pair(name, logprob=math.nan)
 
 
-def test_a_run(settings: list[str]) -> None:
+def test_a_run_trains_acknowledges_and_publishes_each_step(settings: list[str]) -> None:
     lab = Lab(config_of(settings, "train.steps=3"), [pair(f"p{k}") for k in range(3)])
     lab.trainer.train()
     assert lab.executor.acks == [([f"p{k}-good", f"p{k}-bad"], {}) for k in range(3)]
@@ -136,7 +137,7 @@ def test_many_in_a_row_end_the_training(settings: list[str]) -> None:
     four = [not_finite(f"a{k}") for k in range(4)]
     five = [not_finite(f"b{k}") for k in range(5)]
     lab = Lab(config_of(settings), [*four, pair("good"), *five, pair("never")])
-    with pytest.raises(TrainingError, match=r"5 consecutive steps were not .*lower train\.lr"):
+    with fails_with(TrainingError, "5 consecutive", "train.lr"):
         lab.trainer.train()
     assert lab.trainer.policy.steps == 1
     assert all(bool(torch.isfinite(p).all()) for p in lab.weights())

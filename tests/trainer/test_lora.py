@@ -16,6 +16,7 @@ import any_agent.launcher.trial
 from any_agent.config import load_config
 from any_agent.engine.embedded.weight_loading import apply_weights, fit_weights
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from tests.support.trainer.adapters import (
     CONFIG,
     LORA,
@@ -135,7 +136,7 @@ def without_the_adapter_it_is_the_base(*_: Path) -> None:
     policy.train(rows, 40)
     assert all(p.requires_grad for p in adapter_tensors(policy.model).values())
     assert not torch.equal(torch.cat(row_logprobs(policy, rows)), torch.cat(again))
-    with pytest.raises(ValueError, match=r"no adapter: train\.lora"), base.without_adapter():
+    with fails_with(ValueError, "train.lora"), base.without_adapter():
         pass
 
 
@@ -228,7 +229,7 @@ def test_the_seed_decides_on_the_first_adapter() -> None:
 
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "input_layernorm"])
 def test_a_layer_that_the_model_lacks_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"no linear layer named {name} .* has down"):
+    with fails_with(ConfigError, f"named {name}", "down"):
         small_policy(lora=Lora(targets=("q_proj", name)))
 
 
@@ -236,7 +237,7 @@ def test_a_missing_peft_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -
     train = load_config(None, ["train.lora.rank=4", "train.seed=3"], environ={}).train
     assert policy_config(train).lora == Lora(4, 32, (), 3)
     monkeypatch.setattr(any_agent.launcher.trial, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "any-agent-rl\[lora\]"'):
+    with fails_with(ConfigError, "any-agent-rl[lora]"):
         policy_config(train)
     assert policy_config(load_config(None, [], environ={}).train).lora is None
 
@@ -283,11 +284,11 @@ def test_experts_stay_as_they_are(kind: str, tmp_path: Path) -> None:
         model.requires_grad_(True)
         found = torch.cat(row_logprobs(Policy(model, PolicyConfig(threads=1)), rows))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    with pytest.raises(ConfigError, match=r"^train\.lora\.target_modules: "):
+    with fails_with(ConfigError, "train.lora.target_modules"):
         Policy.load(tmp_path / "base", replace(CONFIG, lora=Lora(targets=("gate_proj", "up_proj"))))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     config = GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=48)
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no linear layers for a LoRA"):
+    with fails_with(ConfigError, "GPT2LMHeadModel", "LoRA"):
         Policy(GPT2LMHeadModel(config), PolicyConfig(lora=LORA))

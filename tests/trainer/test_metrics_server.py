@@ -18,6 +18,7 @@ import trainer.metrics_server as presence_module
 from any_agent.keys import KeySigner
 from any_agent.rundir import registry
 from any_agent.rundir.registry import Registry, RegistryEntry, publish
+from tests.support.errors import fails_with
 from trainer.metrics import TrainerMetrics
 from trainer.metrics_server import TrainerHeartbeat
 
@@ -89,7 +90,7 @@ def test_the_entry_lives_as_long_as_the_trainer(
 
 
 def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="why"), opened(tmp_path):
+    with fails_with(ValueError, "why"), opened(tmp_path):
         until(lambda: entry_in(tmp_path))
         raise ValueError("why")
     last = entry_in(tmp_path)

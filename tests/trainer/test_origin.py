@@ -46,18 +46,18 @@ def refused(before: Lab, settings: list[str], *more: str) -> str:
 def test_another_adapter_is_refused(settings: list[str]) -> None:
     first = die_after_a_step(settings, *ADAPTER)
     said = refused(first, settings, "train.lora.rank=8", "train.lora.alpha=12")
-    assert "rank 4, and train.lora.rank=8: set train.lora.rank=4" in said
+    assert "train.lora.rank=8: set train.lora.rank=4" in said
     said = refused(first, settings, "train.lora.rank=4", "train.lora.alpha=8")
     assert "set train.lora.alpha=12" in said
     assert "train.lora.target_modules" in refused(
         first, settings, *ADAPTER, "train.lora.target_modules=q_proj"
     )
-    assert "set train.lora.rank=4 and train.lora.alpha=12" in refused(first, settings)
+    assert "train.lora.rank=4 and train.lora.alpha=12" in refused(first, settings)
 
 
 def test_an_adapter_after_all_weights_is_refused(settings: list[str]) -> None:
     first = die_after_a_step(settings)
-    assert "without LoRA, and train.lora is set: leave it out" in refused(first, settings, *ADAPTER)
+    assert "train.lora" in refused(first, settings, *ADAPTER)
 
 
 @pytest.mark.parametrize("adapter", [(), ADAPTER], ids=["all weights", "adapter"])
@@ -66,10 +66,10 @@ def test_another_seed_or_other_weights_are_refused(
 ) -> None:
     first = die_after_a_step(settings, *adapter)
     said = refused(first, settings, *adapter, "train.seed=5")
-    assert "train.seed=0, and train.seed=5: set train.seed=0" in said
+    assert "train.seed=5: set train.seed=0" in said
     shutil.rmtree(tmp_path / "model")
     save_tiny_model(tmp_path / "model", seed=1)
-    assert "model.safetensors differ; restore them" in refused(first, settings, *adapter)
+    assert "model.safetensors" in refused(first, settings, *adapter)
 
 
 def test_a_manifest_of_an_earlier_version_is_repeated(settings: list[str]) -> None:

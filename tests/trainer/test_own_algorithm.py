@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from any_agent.config import TrainConfig
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.trainer.episodes import session
 from tests.support.trainer.loop import Lab, config_of
@@ -87,5 +88,5 @@ def test_a_step_with_both(page: dict[str, Any], tiny_model_dir: Path, tmp_path: 
 @pytest.mark.parametrize("setting", ["advantage_estimator", "loss"])
 def test_an_unknown_name_ends_the_trainer_at_its_start(setting: str, tmp_path: Path) -> None:
     config = config_of([f"root={tmp_path}"], f"train.{setting}=gppo")
-    with pytest.raises(ConfigError, match=rf"train\.{setting}=gppo.*known are"):
+    with fails_with(ConfigError, f"train.{setting}=gppo"):
         Lab(config, [])

@@ -13,6 +13,7 @@ import torch
 
 from any_agent.errors import Conflict, NotFound, TrainingError
 from any_agent.workflow import Episode
+from tests.support.errors import fails_with
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Killed, Lab, config_of, killed, moments_of, outcome, same
 from trainer.batch import TrainingBatch
@@ -309,11 +310,11 @@ def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> N
     for interaction in changed.interactions:
         interaction.untrainable_reason = "undelivered"
     again = Lab(config, [], before=first)
-    with pytest.raises(TrainingError, match=r"step 2 cannot be repeated.*p1-bad"):
+    with fails_with(TrainingError, "step 2", "p1-bad"):
         again.trainer.train()
     assert again.executor.acks == []
     del first.executor.journal["p0-good"]
-    with pytest.raises(Conflict, match="p0-good"):
+    with fails_with(Conflict, "p0-good"):
         Lab(config, [], before=first).trainer.train()
 
 
@@ -399,7 +400,7 @@ def test_a_step_that_fails_every_time_is_told_with_what_to_do(
         with pytest.raises(torch.OutOfMemoryError):
             lab.trainer.train()
         manifest = lab.trainer.dir.manifests / "step-00000001.json"
-        assert f"step 1 failed, and every start repeats it from {manifest}" in caplog.text
+        assert "step 1 failed" in caplog.text and str(manifest) in caplog.text
         assert "lower train.micro_batch_tokens" in caplog.text
     # The remedy: without the file it goes on.
     manifest.unlink()

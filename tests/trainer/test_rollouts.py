@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from trainer.from_config import _dump_tokenizer
 
 
@@ -21,5 +20,5 @@ def test_dumped_episodes_are_decoded_by_the_tokenizer_of_the_settings(tiny_model
     assert decoder() is decoder(dumps) is decoder(named) is models
     other = decoder(dumps, named)
     assert other is not models and other.decode([1])  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="nowhere"):
+    with fails_with(ConfigError, "nowhere"):
         decoder(dumps, "rollout.tokenizer_path=/nowhere")

@@ -13,6 +13,7 @@ from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.engines import SHARED_GPUS
 from any_agent.launcher.shutdown import Terminated
+from tests.support.errors import fails_with
 from trainer import service as module
 from trainer.service import LocalService
 
@@ -74,7 +75,9 @@ def node_of(service: LocalService) -> FakeNode:
 
 
 @pytest.mark.parametrize(("drain", "how"), [(False, None), (True, Terminated)])
-def test_its_life(config: Config, fake: type[FakeNode], drain: bool, how: Any) -> None:
+def test_a_local_service_shows_steps_until_it_stops(
+    config: Config, fake: type[FakeNode], drain: bool, how: Any
+) -> None:
     said: list[str] = []
     service = LocalService(config, say=said.append)
     service.start()
@@ -112,7 +115,7 @@ def test_what_ends_it_is_told(config: Config, fake: type[FakeNode]) -> None:
 
 def test_a_start_that_fails_raises(config: Config) -> None:
     service = LocalService(config, say=print, failed=lambda error: pytest.fail(str(error)))
-    with pytest.raises(ConfigError, match="is no model folder"):
+    with fails_with(ConfigError, "model folder"):
         service.start()
     service.stop()
 

@@ -21,6 +21,7 @@ from any_agent.cli.main import main
 from any_agent.cli.sft import add_sft_arguments
 from any_agent.data import get_custom_dataset
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
+from tests.support.errors import fails_with
 from tests.support.true_logprobs import TrueModel
 from trainer.rows import Row
 from trainer.sft import SETTINGS as SFT_SETTINGS
@@ -208,7 +209,7 @@ def test_files_are_read_as_those_of_datasets(line: bytes, chat: ChatFormat, tmp_
     (example,) = read_examples(str(data), chat, VOCABULARY)
     assert example.rows[0]["input_ids"].tolist() == ROW["input_ids"]
     data.write_bytes(good + line)
-    with pytest.raises(DatasetError, match="line 3 ") as by_sft:
+    with fails_with(DatasetError, "line 3 ") as by_sft:
         read_examples(str(data), chat, VOCABULARY)
     with pytest.raises(DatasetError) as by_datasets:
         get_custom_dataset(path=data)
@@ -228,29 +229,29 @@ def test_files_are_read_as_those_of_datasets(line: bytes, chat: ChatFormat, tmp_
         (ROW | {"input_ids": [5, VOCABULARY, 7]}, f"from 0 to {VOCABULARY - 1}"),
         (ROW | {"input_ids": [5, -1, 7]}, "from 0"),
         (ROW | {"input_ids": [5, True, 7]}, "whole numbers"),
-        (ROW | {"reward": "high"}, "no finite number"),
-        (ROW | {"reward": float("nan")}, "no finite number"),
-        ({"messages": "hello"}, "messages is not a list"),
+        (ROW | {"reward": "high"}, "reward"),
+        (ROW | {"reward": float("nan")}, "reward"),
+        ({"messages": "hello"}, "messages"),
         ({"messages": [USER]}, "no assistant message"),
         ({"messages": [ANSWER]}, "no assistant message"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": 4}]}, "messages"),
-        ({"messages": [USER, ANSWER | {"weight": 0}]}, "none is to be trained on"),
-        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, r"messages\[1\]\.weight is 0\.5"),
-        ({"messages": [USER | {"weight": 1}, ANSWER]}, r"messages\[0\]\.weight is 1"),
-        ({"messages": [ANSWER | {"weight": 1}, USER, LAST]}, r"messages\[0\]\.weight is 1"),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, '"weight": 0'),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "messages[1].weight is 0.5"),
+        ({"messages": [USER | {"weight": 1}, ANSWER]}, "messages[0].weight is 1"),
+        ({"messages": [ANSWER | {"weight": 1}, USER, LAST]}, "messages[0].weight is 1"),
         *(
-            ({"messages": [USER, ANSWER | {name: False}]}, f"the field {name}: .*weight")
+            ({"messages": [USER, ANSWER | {name: False}]}, name)
             for name in ("loss", "train", "trainable", "train_on_turn")
         ),
-        (ROW | {"task_id": 1.5}, "its task_id is 1.5"),
-        (ROW | {"group_id": True, "task_id": "a"}, "its group_id is True"),
+        (ROW | {"task_id": 1.5}, "task_id is 1.5"),
+        (ROW | {"group_id": True, "task_id": "a"}, "group_id is True"),
     ],
 )
 def test_lines_that_cannot_be_trained_on(
     line: Any, error: str, chat: ChatFormat, tmp_path: Path
 ) -> None:
     data = write(tmp_path / "data", ROW, line)
-    with pytest.raises(DatasetError, match=f"line 2: .*{error}"):
+    with fails_with(DatasetError, "line 2: ", error):
         read_examples(str(data), chat, VOCABULARY)
 
 
@@ -261,16 +262,16 @@ def test_inputs_that_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     begin: tuple[Any, ...] = ("--model", tiny_model_dir, "--out", new)
     cases: list[tuple[tuple[Any, ...], str]] = [
-        (("--data", data, "--out", new), "no model is named"),
-        (("--data", data, "--model", tiny_model_dir, "--out", there), "name a new folder"),
+        (("--data", data, "--out", new), "--model"),
+        (("--data", data, "--model", tiny_model_dir, "--out", there), there),
         (("--data", tmp_path / "none", *begin), "No such file"),
-        (("--data", write(tmp_path / "empty"), *begin), "no line in the data"),
-        (("--data", data, *begin, "--best", 1), "need a reward"),
-        (("--data", data, *begin, "train.processes=2"), "one process"),
+        (("--data", write(tmp_path / "empty"), *begin), "no line"),
+        (("--data", data, *begin, "--best", 1), "--best"),
+        (("--data", data, *begin, "train.processes=2"), "train.processes"),
         (("--data", data, *begin, "train.max_row_tokens=16", "--holdout", 0.9), "no line is left"),
     ]
     for arguments, error in cases:
-        with pytest.raises(AnyAgentError, match=error) as refused:
+        with fails_with(AnyAgentError, error) as refused:
             tune(*arguments)
         assert isinstance(refused.value, ConfigError | DatasetError)
         assert not new.exists()
@@ -289,14 +290,14 @@ def test_settings_that_mean_nothing_here_are_refused(
     data, new = write(tmp_path / "data", ROW), tmp_path / "new"
     given = ("--data", data, "--model", tiny_model_dir, "--out", new, *SETTINGS)
     name, _, value = setting.partition("=")
-    refused = rf"no meaning in any-agent sft: train\.{name}\. "
-    with pytest.raises(ConfigError, match=refused):
+    refused = f"train.{name}. "
+    with fails_with(ConfigError, refused):
         tune(*given, f"train.{setting}")
     (tmp_path / "config.yaml").write_text(f"train: {{{name}: {value}}}\n")
-    with pytest.raises(ConfigError, match=refused):
+    with fails_with(ConfigError, refused):
         tune(*given, "--config", tmp_path / "config.yaml")
     monkeypatch.setenv(f"ANY_AGENT_TRAIN__{name.upper()}", value)
-    with pytest.raises(ConfigError, match=refused):
+    with fails_with(ConfigError, refused):
         tune(*given)
     assert not new.exists()
 
@@ -304,7 +305,7 @@ def test_settings_that_mean_nothing_here_are_refused(
 def test_all_settings_without_a_meaning_are_named(tiny_model_dir: Path, tmp_path: Path) -> None:
     data, new = write(tmp_path / "data", ROW), tmp_path / "new"
     several = ("train.steps=9", "train.kl_coef=0.1", f"train.reference_model={tiny_model_dir}")
-    with pytest.raises(ConfigError, match=r"kl_coef, train\.reference_model, train\.steps\. "):
+    with fails_with(ConfigError, "kl_coef, train.reference_model, train.steps"):
         tune("--data", data, "--model", tiny_model_dir, "--out", new, *several)
 
 

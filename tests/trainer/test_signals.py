@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from any_agent.errors import StartupError
+from tests.support.errors import fails_with
 from trainer.signals import StopRequested, StopSignals
 
 SAID: list[str] = []
@@ -49,7 +50,7 @@ def test_while_there_is_nothing_to_keep(signals: StopSignals) -> None:
 
 def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
     signals.failure = lambda: StartupError("engine 0 ended 6 times")
-    with pytest.raises(StartupError, match="engine 0"):
+    with fails_with(StartupError, "engine 0"):
         signal.raise_signal(signal.SIGINT)
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.errors import fails_with
 from trainer.loss import (
     LOSSES,
     LossConfig,
@@ -297,21 +298,21 @@ def test_on_the_first_step_a_rows_ratio_is_one() -> None:
 @pytest.mark.parametrize(
     ("config", "given", "says"),
     [
-        ({"kl_coef": 0.1}, {}, "if and only if kl_coef > 0"),
-        ({}, {"reference": torch.zeros(1)}, "if and only if kl_coef > 0"),
-        ({"entropy_coef": 0.1}, {}, "needs the entropies"),
-        ({"is_level": "sequence"}, {}, "is_level=sequence needs sequence_log_weight"),
-        ({"off_policy_threshold": 1.0}, {}, "off_policy_threshold needs sequence_log_weight"),
-        ({"top_entropy": 0.5}, {}, "top_entropy needs high_entropy"),
-        ({"name": "vespo"}, {}, "the loss vespo needs sequence_product"),
-        ({}, {"token_weights": torch.zeros(2)}, "token's weight: shape"),
+        ({"kl_coef": 0.1}, {}, "kl_coef > 0"),
+        ({}, {"reference": torch.zeros(1)}, "kl_coef > 0"),
+        ({"entropy_coef": 0.1}, {}, "entropies"),
+        ({"is_level": "sequence"}, {}, "is_level=sequence"),
+        ({"off_policy_threshold": 1.0}, {}, "off_policy_threshold"),
+        ({"top_entropy": 0.5}, {}, "high_entropy"),
+        ({"name": "vespo"}, {}, "sequence_product"),
+        ({}, {"token_weights": torch.zeros(2)}, "token's weight"),
     ],
 )
 def test_inputs_that_the_constants_need(
     config: dict[str, Any], given: dict[str, Any], says: str
 ) -> None:
     one = torch.zeros(1)
-    with pytest.raises(ValueError, match=says):
+    with fails_with(ValueError, says):
         LOSSES.find(config.get("name", "grpo"))(
             one, LossInputs(one, one, **given), total_tokens=1, config=LossConfig(**config)
         )

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.errors import fails_with
 from tests.support.trainer.policies import assert_same, gradients, small_policy
 from tests.support.trainer.trees import (
     SHAPES,
@@ -242,7 +243,7 @@ def test_the_passes_are_as_chosen_unless_a_number_is_set() -> None:
     policy = small_policy()
     assert 1 < len(policy.runner.plan(rows, 300)) != len(policy.runner.plan(rows))
     assert max(one.ids.numel() for one in policy.runner.plan(rows)) <= policy.runner.pass_tokens
-    with pytest.raises(ValueError, match="budget"):
+    with fails_with(ValueError, "budget"):
         policy.runner.plan(rows, 0)
 
 
@@ -261,7 +262,7 @@ def test_models_with_other_attention_are_computed_by_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     said = refused(caplog, shaped_model("mistral", sliding_window=16))
-    assert "MistralForCausalLM attends to a window of 16 tokens in a context of 256" in said
+    assert "MistralForCausalLM" in said and "16 tokens" in said and "256" in said
     layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
     said = refused(caplog, shaped_model("qwen3", use_sliding_window=True, **layers))
     assert "window of 16" in said
@@ -287,7 +288,7 @@ def test_the_probe_finds_what_no_setting_says(
 
     with monkeypatch.context() as patch:
         patch.setattr(model.model.layers[1].self_attn, "forward", forgetful)
-        assert "1 of 2 layers of Qwen3ForCausalLM" in refused(caplog, model)
+        assert "1 of 2 layers" in refused(caplog, model)
 
     model = shaped_model("qwen3")
     interface = modeling_qwen3.ALL_ATTENTION_FUNCTIONS["any_agent_tree"]
@@ -298,7 +299,7 @@ def test_the_probe_finds_what_no_setting_says(
 
     with monkeypatch.context() as patch:
         patch.setitem(modeling_qwen3.ALL_ATTENTION_FUNCTIONS, "any_agent_tree", bent)
-        assert "other hidden states over shared prefixes" in refused(caplog, model)
+        assert "hidden states" in refused(caplog, model)
 
 
 def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from tests.support.errors import fails_with
 from tests.support.trainer.policies import VOCAB, small_policy
 from trainer.policy import Policy
 
@@ -100,5 +101,5 @@ def test_floats_come_in_the_type_that_is_asked_for() -> None:
 
 
 def test_a_bucket_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="room"):
+    with fails_with(ValueError, "room"):
         next(small_policy().buckets(0))

@@ -9,6 +9,7 @@ import pytest
 import trainer.publisher
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import read_json
+from tests.support.errors import fails_with
 from trainer.publisher import WeightVersions
 
 
@@ -35,7 +36,7 @@ def test_a_version_is_on_disk_before_anybody_has_it(
         raise OSError("no space left")
 
     monkeypatch.setattr(trainer.publisher, "write_json", full)
-    with pytest.raises(OSError, match="no space"):
+    with fails_with(OSError, "no space"):
         versions.reserve(step=5)
     assert read_json(path)["highest_version"] == 1
 
@@ -79,6 +80,6 @@ def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("content", ["", "noise", "[]", '{"highest_version": "x"}'])
 def test_a_damaged_state_names_its_remedy(path: Path, content: str) -> None:
     path.write_text(content)
-    with pytest.raises(ConfigError, match="restore it from a copy"):
+    with fails_with(ConfigError, path):
         WeightVersions(path)
     assert path.read_text() == content, "no version is taken again"

@@ -13,6 +13,7 @@ from any_agent.errors import AnyAgentError, TooManyRequests
 from any_agent.types import SessionState
 from any_agent.workflow import AgentService, OpenAIProxyClient, OpenAIProxyWorkflow, context
 from any_agent.workflow.context import WorkflowContext
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy
 from tests.support.workflow.agents import HELLO, MyAgent
 from tests.workflow.conftest import ADMIN
@@ -102,6 +103,6 @@ async def test_what_cannot_be_exported_is_not_kept(proxy: Proxy) -> None:
     service = AgentService(proxy.url, lambda: ADMIN, export_style="none such")  # type: ignore[arg-type]
     assert ADMIN not in repr(AgentService(proxy.url, ADMIN))
     workflow = OpenAIProxyWorkflow.of(MyAgent(), service)
-    with context.use(WorkflowContext(task_id=7)), pytest.raises(AnyAgentError, match="style"):
+    with context.use(WorkflowContext(task_id=7)), fails_with(AnyAgentError, param="style"):
         await workflow.arun_episode(None, {"messages": HELLO})
     assert await state_of(proxy, "7-0-0") is SessionState.REJECTED

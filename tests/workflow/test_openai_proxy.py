@@ -34,6 +34,7 @@ from any_agent.workflow import (
 )
 from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.proxy_client import task_name
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.workflow.agents import (
@@ -137,7 +138,7 @@ async def test_the_url_says_whose_a_call_is_and_no_key_does(
         await Keyless("DUMMY").run(ITEM, other.session_url, patient)
         # A client of its own leaves the key in the URL.
         await Keyless("DUMMY").run(ITEM, other.session_url, own_client)
-        with pytest.raises(BadRequestError, match="session_mismatch"):
+        with fails_with(BadRequestError, "session_mismatch"):
             await Keyless(ours.session_api_key).run(ITEM, other.session_url, own_client)
         await Keyless(ours.session_api_key).run(ITEM, other.session_url, patient)
         assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 3]
@@ -152,7 +153,7 @@ async def test_the_url_says_whose_a_call_is_and_no_key_does(
         with pytest.raises(AuthenticationError):
             await Keyless(ours.session_api_key).run(ITEM, forged, patient)
         await other.set_last_reward(1.0)
-    with pytest.raises(APIStatusError, match="session"):
+    with fails_with(APIStatusError, "session"):
         await Keyless().run(ITEM, other.session_url, await context.get_httpx_client())
     assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 5]
 
@@ -260,33 +261,27 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("agent", "code", "said"),
     [
-        (MyAgent(reward=math.nan), "invalid_reward", "returned nan"),
+        (MyAgent(reward=math.nan), "invalid_reward", "nan"),
         (MyAgent(reward=2e6), "invalid_reward", "2000000.0"),
-        (MyAgent(reward="good"), "invalid_reward", r"'good' \(str\)"),
+        (MyAgent(reward="good"), "invalid_reward", "'good' (str)"),
         (MyAgent(reward=[1.0]), "invalid_reward", "list"),
         (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
         (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
-        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf for chatcmpl"),
-        (Elsewhere(), "no_model_call", "with the base_url that run is called with.*mode=subproc"),
+        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf"),
+        (Elsewhere(), "no_model_call", "base_url"),
     ],
 )
 async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
-    with pytest.raises(AgentFailed, match=said) as raised:
+    with fails_with(AgentFailed, said, code=code) as raised:
         await episode(agent, proxy)
-    assert raised.value.code == code
     assert type(agent).__name__ in raised.value.message
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
 
 
 @pytest.mark.parametrize(("reward", "shown"), [(None, "None"), (lambda _: {}, "{}")])
 async def test_no_reward_at_all(proxy: Proxy, reward: Any, shown: str) -> None:
-    with pytest.raises(AgentFailed) as raised:
+    with fails_with(AgentFailed, f"MyAgent.run returned {shown}", code="no_reward"):
         await episode(MyAgent(reward=reward), proxy)
-    assert raised.value.code == "no_reward"
-    assert raised.value.message == (
-        f"{MyAgent.__module__}.MyAgent.run returned {shown} and gave no reward: return a number, "
-        "or post /rl/set_reward"
-    )
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
 
 
@@ -305,15 +300,13 @@ async def test_a_call_to_the_url_of_the_environment_is_refused_at_once(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "")
     monkeypatch.setenv("OPENAI_BASE_URL", setting)
-    told = r"base_url that run is called with.*mode=subproc"
-    with pytest.raises(AuthenticationError, match=told) as raised:
+    with fails_with(AuthenticationError, "base_url", "mode=subproc") as raised:
         await episode(ReadsEnvironment(), proxy)
     note = format_error(raised.value)
-    assert "none of its model calls reached the service" in note
-    assert "rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL" in note
+    assert "rollout.agent.mode=subproc" in note and "OPENAI_BASE_URL" in note
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
     # It is no service of anybody's.
-    with pytest.raises(ConfigError, match="no service is named"):
+    with pytest.raises(ConfigError):
         find_service(environ={"OPENAI_BASE_URL": os.environ["OPENAI_BASE_URL"]})
 
 
@@ -380,9 +373,8 @@ async def test_what_an_agent_raises_costs_its_own_episode_alone(proxy: Proxy) ->
 
 async def test_a_hanging_agent(proxy: Proxy) -> None:
     agent = Hangs()
-    with pytest.raises(AgentFailed, match=r"more than 0.05 s.*rollout\.agent\.timeout") as raised:
+    with fails_with(AgentFailed, "0.05 s", "rollout.agent.timeout", code="agent_timeout"):
         await episode(agent, proxy, timeout=0.05)
-    assert raised.value.code == "agent_timeout"
     assert agent.cancelled == 1
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
 
@@ -392,7 +384,7 @@ async def test_an_agent_that_will_not_end_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(event_loop, "_CANCEL_TIMEOUT", 0.05)
     agent = Stubborn()
-    with pytest.raises(AgentFailed, match="more than"):
+    with fails_with(AgentFailed, code="agent_timeout"):
         await episode(agent, proxy, timeout=0.05)
     assert "Stubborn did not end after it was cancelled" in caplog.text
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
@@ -418,7 +410,7 @@ async def test_cancelling_an_episode_ends_its_session_and_its_call(
 
 async def test_a_service_that_is_not_there() -> None:
     service = AgentService("http://127.0.0.1:9", patience=0.2)
-    with pytest.raises(AnyAgentError, match="does not answer"):
+    with fails_with(AnyAgentError, code="service_unavailable"):
         await OpenAIProxyWorkflow.of(MyAgent(), service).arun_episode(None, ITEM)
     await context.close_clients()
 
@@ -434,19 +426,15 @@ class Deaf:
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "mode", "said"),
     [
-        (object(), "has no callable run"),
-        (MyAgent, "give an instance"),
-        (Synchronous(), r"async def run.*rollout\.agent\.mode=subproc"),
-        (Deaf(), r"takes no base_url.*rollout\.agent\.mode=subproc"),
+        (object(), "inline", "run"),
+        (MyAgent, "inline", "instance"),
+        (Synchronous(), "inline", "async def run"),
+        (Deaf(), "inline", "base_url"),
+        (MyAgent(), "online", "auto, inline or subproc"),
     ],
 )
-def test_agents_that_cannot_be_run(agent: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1", mode="inline")
-
-
-def test_an_unknown_mode() -> None:
-    with pytest.raises(ConfigError, match="auto, inline or subproc"):
-        OpenAIProxyWorkflow(agent=MyAgent(), proxy_addr="http://x", mode="online")  # type: ignore[arg-type]
+def test_agents_and_modes_that_cannot_be_run_are_refused(agent: Any, mode: Any, said: str) -> None:
+    with fails_with(ConfigError, said):
+        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1", mode=mode)

@@ -21,6 +21,7 @@ from any_agent.workflow import (
     rows_of,
     tensors_of,
 )
+from tests.support.errors import fails_with
 from tests.support.workflow.tensors import interaction, tensors
 from trainer.batch import training_batch, versions_in
 from trainer.rows import count_trained, trained_positions
@@ -79,72 +80,63 @@ def test_numpy_arrays_become_tensors() -> None:
 def test_what_training_alone_needs_may_be_missing_until_then() -> None:
     given = tensors([1, 2, 3], loss_mask=None, logprobs=None, versions=None, rewards=None)
     assert set(checked_tensors(given)) == {"input_ids", "attention_mask"}
-    with pytest.raises(InvalidTrajectory, match=r"loss_mask is missing: .*cannot be trained on"):
+    with fails_with(InvalidTrajectory, param="loss_mask"):
         rows_of(given)
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("input_ids", None, "input_ids is missing; the fields are attention_mask"),
-    ("attention_mask", None, "attention_mask is missing"),
-    ("input_ids", torch.tensor([[1.0, 2, 3]]), r"is float32: .* int32; write .to\(torch.int32"),
-    (
-        "input_ids",
-        torch.tensor([[1, 2, 1 << 31]]),
-        "2147483648 in row 0, position 2, which",
-    ),
-    ("input_ids", torch.tensor([1, 2, 3], dtype=torch.int32), r"unsqueeze\(0\)"),
-    ("input_ids", torch.zeros((1, 0), dtype=torch.int32), r"\[1, 0\]: .* neither of them 0"),
+    ("input_ids", None, "attention_mask"),
+    ("attention_mask", None, "missing"),
+    ("input_ids", torch.tensor([[1.0, 2, 3]]), ".to(torch.int32"),
+    ("input_ids", torch.tensor([[1, 2, 1 << 31]]), "2147483648 in row 0, position 2"),
+    ("input_ids", torch.tensor([1, 2, 3], dtype=torch.int32), "unsqueeze(0)"),
+    ("input_ids", torch.zeros((1, 0), dtype=torch.int32), "[1, 0]"),
     ("input_ids", torch.tensor([[1, -2, 3]], dtype=torch.int32), "-2 in row 0, position 1"),
-    ("input_ids", [[1, 2, 3]], "input_ids is a list of 1: it must be a tensor"),
-    ("attention_mask", torch.tensor([[1, 1, 0.5]]), "has 0.5 in row 0, position 2: .* 0 or 1"),
-    (
-        "attention_mask",
-        torch.tensor([[1, 1, torch.nan]]),
-        "has nan in row 0, position 2: .* 0 or 1",
-    ),
-    ("loss_mask", torch.tensor([[0, 0, -1]]), "has -1 in row 0, position 2: it must be 0 or 1"),
-    ("attention_mask", torch.tensor([[0, 1, 1]]).bool(), "row without any token|gap or padding"),
-    ("attention_mask", torch.tensor([[1, 0, 1]]).bool(), "gap or .* in row 0, position 2"),
-    ("loss_mask", torch.tensor([[0, 0, 2]], dtype=torch.int32), "has 2 in row 0, position 2"),
-    ("loss_mask", torch.tensor([[1, 0, 1]], dtype=torch.int32), "first token, which nothing"),
-    ("loss_mask", torch.zeros((1, 4), dtype=torch.int32), r"shape \[1, 4\]: it must be \[1, 3\]"),
-    ("loss_mask", torch.zeros(3, dtype=torch.int32), r"shape \[3\]: it must be \[1, 3\]"),
-    ("logprobs", torch.zeros((1, 3), dtype=torch.float16), "is float16: it must be float32"),
-    ("logprobs", torch.zeros((1, 3), dtype=torch.bool), "is bool: it must be float32"),
-    ("logprobs", torch.tensor([[0, 0, -1e300]], dtype=torch.float64), "has -inf .* must be finite"),
-    ("versions", torch.tensor([[-1, -1, 1 << 40]]), "1099511627776 .* not fit into int32"),
-    ("logprobs", torch.zeros((1, 3), dtype=torch.bfloat16), "logprobs is torch.bfloat16"),
-    ("logprobs", torch.tensor([[0, 0, torch.nan]]), "has nan in row 0, position 2"),
-    ("logprobs", torch.tensor([[0, 0, -torch.inf]]), "has -inf .* must be finite"),
-    ("logprobs", torch.tensor([[0, 0, 0.7]]), "0.7 in row 0, position 2: .* never above 0"),
-    ("versions", torch.tensor([[-1, -1, -1]], dtype=torch.int32), "has -1 .* where loss_mask is 1"),
-    ("rewards", torch.tensor([torch.nan]), "rewards has nan in row 0: they must be numbers"),
-    ("rewards", torch.tensor([1e7]), "rewards has 1e[+]07"),
-    ("rewards", torch.tensor(1.0), r"rewards has the shape \[\]: it must be \[1\]"),
-    ("rewards", torch.tensor([[1.0]]), r"rewards has the shape \[1, 1\]"),
-    ("rewards", 1.0, "rewards is float '1.0': it must be a tensor"),
-    ("temperatures", torch.tensor([0.0]), "temperatures has 0 in row 0"),
-    ("mine", torch.zeros(2, 3), r"mine has the shape \[2, 3\]: .* field must be 1"),
-    ("mine", "text", "mine is str 'text': it must be a tensor"),
+    ("input_ids", [[1, 2, 3]], "a list of 1"),
+    ("attention_mask", torch.tensor([[1, 1, 0.5]]), "0.5 in row 0, position 2"),
+    ("attention_mask", torch.tensor([[1, 1, torch.nan]]), "nan in row 0, position 2"),
+    ("loss_mask", torch.tensor([[0, 0, -1]]), "-1 in row 0, position 2"),
+    ("attention_mask", torch.tensor([[0, 1, 1]]).bool(), "row"),
+    ("attention_mask", torch.tensor([[1, 0, 1]]).bool(), "row 0, position 2"),
+    ("loss_mask", torch.tensor([[0, 0, 2]], dtype=torch.int32), "2 in row 0, position 2"),
+    ("loss_mask", torch.tensor([[1, 0, 1]], dtype=torch.int32), "first token"),
+    ("loss_mask", torch.zeros((1, 4), dtype=torch.int32), "[1, 4]: it must be [1, 3]"),
+    ("loss_mask", torch.zeros(3, dtype=torch.int32), "[3]: it must be [1, 3]"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.float16), "float16: it must be float32"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.bool), "bool: it must be float32"),
+    ("logprobs", torch.tensor([[0, 0, -1e300]], dtype=torch.float64), "-inf"),
+    ("versions", torch.tensor([[-1, -1, 1 << 40]]), "1099511627776"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.bfloat16), "torch.bfloat16"),
+    ("logprobs", torch.tensor([[0, 0, torch.nan]]), "nan in row 0, position 2"),
+    ("logprobs", torch.tensor([[0, 0, -torch.inf]]), "-inf"),
+    ("logprobs", torch.tensor([[0, 0, 0.7]]), "0.7 in row 0, position 2"),
+    ("versions", torch.tensor([[-1, -1, -1]], dtype=torch.int32), "loss_mask"),
+    ("rewards", torch.tensor([torch.nan]), "nan in row 0"),
+    ("rewards", torch.tensor([1e7]), "1e+07"),
+    ("rewards", torch.tensor(1.0), "[]: it must be [1]"),
+    ("rewards", torch.tensor([[1.0]]), "[1, 1]"),
+    ("rewards", 1.0, "float '1.0'"),
+    ("temperatures", torch.tensor([0.0]), "0 in row 0"),
+    ("mine", torch.zeros(2, 3), "[2, 3]"),
+    ("mine", "text", "str 'text'"),
 ]
 
 
 @pytest.mark.parametrize(("field", "value", "says"), WRONG)
 def test_an_error_names_the_field_and_the_fix(field: str, value: Any, says: str) -> None:
-    with pytest.raises(InvalidTrajectory, match=says) as caught:
+    with fails_with(InvalidTrajectory, says, param=field):
         checked_tensors(tensors([1, 2, 3], **{field: value}))
-    assert caught.value.param == field
 
 
 def test_a_loss_on_padding_is_refused() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3])
     given["loss_mask"][1, 3] = 1
-    with pytest.raises(InvalidTrajectory, match="1 on padding in row 1, position 3"):
+    with fails_with(InvalidTrajectory, "row 1, position 3"):
         checked_tensors(given)
 
 
 def test_the_error_is_one_of_ours_and_a_value_error() -> None:
-    with pytest.raises(ValueError, match="input_ids"):
+    with fails_with(ValueError, "input_ids"):
         checked_tensors({})
     assert issubclass(InvalidTrajectory, AnyAgentError)
 
@@ -153,13 +145,13 @@ def test_the_error_is_one_of_ours_and_a_value_error() -> None:
     "result", [1.0, "text", [1], {"c": 1, **exported("individual")}, (1, 2), object()]
 )
 def test_anything_else_than_the_documented_forms_is_refused(result: Any) -> None:
-    with pytest.raises(InvalidTrajectory, match="must return a dictionary of tensors"):
+    with fails_with(InvalidTrajectory, "dictionary of tensors"):
         kind_of(result)
 
 
 @pytest.mark.parametrize("result", [{}, [], [Trajectory("s", "g", [])]])
 def test_an_episode_without_any_call_is_told_how_to_reject(result: Any) -> None:
-    with pytest.raises(InvalidTrajectory, match=r"no model call was recorded\. Return None"):
+    with fails_with(InvalidTrajectory, "no model call"):
         tensors_of(result)
 
 
@@ -209,16 +201,13 @@ def test_trajectories_are_rows_whose_rewards_run_back_here() -> None:
     assert [t for _, t in rows] == [0.7, 0.7]
 
 
-def test_a_wrong_interaction_is_named() -> None:
+def test_a_wrong_reward_names_its_interaction() -> None:
     result = exported("individual")
     result["b"].reward = float("nan")
-    with pytest.raises(InvalidTrajectory, match="interaction b: rewards has nan"):
+    with fails_with(InvalidTrajectory, "interaction b", param="rewards"):
         rows_of(result)
-
-
-def test_a_wrong_trajectory_names_its_interaction() -> None:
     episode = [Trajectory("s", "g", conversation(), final_reward=float("nan"))]
-    with pytest.raises(InvalidTrajectory, match="interaction a: rewards has nan"):
+    with fails_with(InvalidTrajectory, "interaction a", param="rewards"):
         rows_of(episode)
 
 
@@ -226,7 +215,7 @@ def test_nothing_is_of_newer_weights_than_there_are() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3])
     assert len(rows_of(given, newest=3)) == 2
     given["versions"][1, 2] = 9
-    with pytest.raises(InvalidTrajectory, match=r"has 9 .* newest weights are 3: .*the response"):
+    with fails_with(InvalidTrajectory, "has 9", "newest weights are 3", param="versions"):
         rows_of(given, newest=3)
     # What is not trained on may say what it likes.
     given["loss_mask"][1] = 0
@@ -264,7 +253,7 @@ def test_batches_are_concatenated_and_padded() -> None:
 
 
 def test_batches_of_other_fields_do_not_go_together() -> None:
-    with pytest.raises(InvalidTrajectory, match="mine is missing in some of the batches"):
+    with fails_with(InvalidTrajectory, param="mine"):
         concat_padded_tensors([tensors([1, 2, 3]), tensors([1, 2, 3], mine=torch.ones(1))])
     assert concat_padded_tensors([]) == {}
 

@@ -9,6 +9,7 @@ from any_agent.errors import ConfigError, ServiceUnavailable
 from any_agent.record import pack_trajectories
 from any_agent.types import Trajectory
 from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
+from tests.support.errors import fails_with
 
 
 class ScriptedClient(RLClient):
@@ -48,14 +49,14 @@ async def test_it_stops_at_once_when_cancelled() -> None:
 
 
 def test_a_workflow_must_say_how_it_runs() -> None:
-    with pytest.raises(TypeError, match="arun_episode"):
+    with fails_with(TypeError, "arun_episode"):
         RolloutWorkflow()  # type: ignore[abstract]
 
 
 async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
     client = ScriptedClient([pack_trajectories([Trajectory("s", "g", [])])])
     workflow = ProxyWorkflow(client)
-    with pytest.raises(ConfigError, match="takes no item"):
+    with pytest.raises(ConfigError):
         await workflow.arun_episode(None, {"messages": []})
     assert len(await workflow.arun_episode(None, None)) == 1
     assert client.asked == [(workflow.owner, 30.0, 1)]
@@ -70,6 +71,6 @@ async def test_it_takes_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ServiceUnavailable(f"{client.url} {owner}")
 
     monkeypatch.setattr(RLClient, "lease", lease)
-    with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:9 me"):
+    with fails_with(ServiceUnavailable, "http://127.0.0.1:9 me"):
         await ProxyWorkflow("http://127.0.0.1:9/v1", owner="me").arun_episode(None, None)
     assert len(used) == 1

@@ -25,6 +25,7 @@ from any_agent.workflow import checked_tensors, context, rows_of
 from any_agent.workflow.built_in import FEEDBACK
 from any_agent.workflow.context import WorkflowContext
 from tests.support import reward_functions as functions
+from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
 from tests.support.proxy import until
 
@@ -210,7 +211,7 @@ async def test_what_cannot_be_trained_on_is_sampled_in_evaluations_only(
     pool: EnginePool, chat: ChatFormat
 ) -> None:
     workflow = RLVRWorkflow(functions.digits, SAMPLING.new(temperature=0.0, top_p=0.5), chat)
-    with pytest.raises(ConfigError, match="cannot be trained on"):
+    with fails_with(ConfigError, "truncated_sampling"):
         await workflow.arun_episode(pool, ITEM)
     stats_tracker.export_all()
     with context.use(WorkflowContext(is_eval=True)):
@@ -226,7 +227,7 @@ async def test_the_runs_sampling_is_used_where_none_is_given(
     pool: EnginePool, chat: ChatFormat
 ) -> None:
     workflow = RLVRWorkflow(functions.digits, None, chat)
-    with pytest.raises(ConfigError, match="give gconfig"):
+    with fails_with(ConfigError, "gconfig"):
         await workflow.arun_episode(pool, ITEM)
     sampling = SAMPLING.new(max_new_tokens=3)
     with context.use(WorkflowContext(sampling=sampling)):
@@ -236,28 +237,31 @@ async def test_the_runs_sampling_is_used_where_none_is_given(
 
 
 REFUSED_NAMES = {
-    "digits": r"names no module: write module\.function",
-    "tests.support.reward_functions": r"a module, no function: write .*functions\.function_name",
-    "tests.support.reward_functions.digit": r"functions\.digits\? Its functions are documented",
-    "tests.support.reward_functions.__name__": r"reward_fn is 'tests.*: give a function",
+    "digits": "module.function",
+    "tests.support.reward_functions": "functions.function_name",
+    "tests.support.reward_functions.digit": "functions.digits",
+    "tests.support.reward_functions.__name__": "reward_fn",
 }
 
 
 async def test_bad_items_and_rewards(pool: EnginePool, chat: ChatFormat) -> None:
     workflow = RLVRWorkflow(functions.digits, SAMPLING, chat)
-    with pytest.raises(ConfigError, match=r"'messages'.* has question, answer"):
+    with fails_with(ConfigError, "'messages'", "question, answer"):
         await workflow.arun_episode(pool, {"question": "?", "answer": "4"})
-    with pytest.raises(ConfigError, match=r"'very good' \(str\)"):
+    with fails_with(ConfigError, "'very good'"):
         await RLVRWorkflow(functions.words, SAMPLING, chat).arun_episode(pool, ITEM)
-    with pytest.raises(RewardFailed, match="KeyError: 'answer'"):
+    with fails_with(RewardFailed, "KeyError: 'answer'"):
         await RLVRWorkflow(functions.documented, SAMPLING, chat).arun_episode(
             pool, {"messages": ITEM["messages"]}
         )
-    with pytest.raises(ConfigError, match=r"tests\.no_such\.reward.*there is no module"):
+    with fails_with(ConfigError, "tests.no_such.reward"):
         RLVRWorkflow("tests.no_such.reward", SAMPLING, chat)
     for name, text in REFUSED_NAMES.items():
-        with pytest.raises(ConfigError, match=text):
+        with fails_with(ConfigError, text):
             RLVRWorkflow(name, SAMPLING, chat)
-    for bad in ({"max_turns": 0, "turn_discount": 1.0}, {"max_turns": 1, "turn_discount": 0.0}):
-        with pytest.raises(ConfigError, match=r"max_turns|turn_discount"):
+    for name, bad in (
+        ("max_turns", {"max_turns": 0, "turn_discount": 1.0}),
+        ("turn_discount", {"max_turns": 1, "turn_discount": 0.0}),
+    ):
+        with fails_with(ConfigError, name):
             MultiTurnWorkflow(functions.digits, SAMPLING, chat, **bad)  # type: ignore[arg-type]

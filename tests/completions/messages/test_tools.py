@@ -20,6 +20,7 @@ from any_agent.record import InteractionTree
 from any_agent.record.content_removal import strip_content
 from any_agent.types import Continuation, Interaction
 from tests.support.completions.messages import EVAL, HELLO, RUN, parse
+from tests.support.errors import fails_with
 from tests.support.families import Family, family
 from tests.support.families.spec import Call
 from tests.support.laws.voices import Voice
@@ -68,9 +69,8 @@ def test_what_only_anthropic_runs_is_left_out_and_named(kind: str) -> None:
     assert names(chat.tools) == ["search"] and not chat.deferred
     assert chat.ignored == (f"tools.{kind}",)
     assert chat.recorded[f"tools.{kind}"] == [tool, tool]
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param="tools"):
         strictly(tools=[tool, SEARCH])
-    assert error.value.param == "tools"
     # With a schema of its own it is a function like any other.
     function = parse(tools=[{**tool, "input_schema": SCHEMA}]).chat
     assert (names(function.tools), function.ignored) == (["x"], ("tools.strict",))
@@ -78,25 +78,22 @@ def test_what_only_anthropic_runs_is_left_out_and_named(kind: str) -> None:
 
 @pytest.mark.parametrize("choice", [None, {"type": "auto"}, {"type": "any"}])
 def test_a_request_for_nothing_but_what_anthropic_runs_is_refused(choice: Any) -> None:
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, "web_search_20250305", param="tools"):
         parse(tools=[WEB], tool_choice=choice)
-    assert error.value.param == "tools" and "web_search_20250305" in error.value.message
     assert parse(tools=[WEB], tool_choice={"type": "none"}).chat.tools is None
 
 
 def test_a_tool_that_is_left_out_cannot_be_chosen() -> None:
-    with pytest.raises(InvalidRequest) as error:
+    with fails_with(InvalidRequest, param="tool_choice"):
         parse(tools=[WEB, SEARCH], tool_choice={"type": "tool", "name": "web_search"})
-    assert error.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(
     "kind", ["bash_20250124", "text_editor_20250728", "memory_20250818", "mcp_toolset"]
 )
 def test_a_tool_that_the_agent_runs_needs_a_schema(kind: str) -> None:
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, kind, param="tools"):
         parse(tools=[SEARCH, {"type": kind, "name": "x"}])
-    assert error.value.param == "tools" and kind in error.value.message
 
 
 def test_a_deferred_tool_may_be_called_and_is_not_shown() -> None:
@@ -114,9 +111,8 @@ def test_deferred_tools_that_nobody_could_find_are_shown_at_once() -> None:
     chat = parse(tools=[search, LOUD]).chat
     assert names(chat.tools) == ["shout"] and not chat.deferred
     assert set(chat.ignored) == {f"tools.{search['type']}", "tools.defer_loading"}
-    with pytest.raises(InvalidRequest) as error:
+    with fails_with(InvalidRequest, param="tools"):
         parse(tools=[LOUD, LATER])
-    assert error.value.param == "tools"
     # Where none may be called, none needs to be found.
     assert parse(tools=[LOUD, LATER], tool_choice={"type": "none"}).chat.tools is None
 
@@ -125,9 +121,8 @@ def test_a_tool_is_deferred_or_not() -> None:
     for given in (False, None):
         assert names(parse(tools=[SEARCH, {**LOUD, "defer_loading": given}]).chat.deferred) == []
     for given in ("true", 0, []):
-        with pytest.raises(InvalidRequest) as error:
+        with fails_with(InvalidRequest, param="tools"):
             parse(tools=[SEARCH, {**LOUD, "defer_loading": given}])
-        assert error.value.param == "tools"
 
 
 def test_a_reference_is_the_tools_definition() -> None:
@@ -151,9 +146,8 @@ def test_a_reference_is_the_tools_definition() -> None:
 @pytest.mark.parametrize("name", ["nothing", "web_search", None, ["shout"], ...])
 def test_a_reference_to_a_tool_that_is_not_there_is_refused(name: Any) -> None:
     block = {"type": "tool_reference"} if name is ... else {**REFERENCE, "tool_name": name}
-    with pytest.raises(InvalidRequest) as error:
+    with fails_with(InvalidRequest, param="messages[0].content[0].content[1].tool_name"):
         parse(tools=[SEARCH, LOUD, WEB], messages=result(REFERENCE, block))
-    assert error.value.param == "messages[0].content[0].content[1].tool_name"
 
 
 def test_a_small_body_does_not_become_a_huge_conversation() -> None:
@@ -169,15 +163,13 @@ def test_a_small_body_does_not_become_a_huge_conversation() -> None:
         ([*within, *result(REFERENCE)], "messages[3].content[0].content[0]"),
         (result(*[REFERENCE] * 3000), f"messages[0].content[0].content[{most}]"),
     ):
-        with pytest.raises(InvalidRequest) as error:
+        with fails_with(InvalidRequest, param=place):
             parse(tools=tools, messages=messages)
-        assert error.value.param == place
 
 
 def test_a_reference_stands_in_a_tools_result_alone() -> None:
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param="messages[0].content[0]"):
         parse(tools=[SEARCH, LOUD], messages=[{"role": "user", "content": [REFERENCE]}])
-    assert error.value.param == "messages[0].content[0]"
 
 
 class Agent:

@@ -9,6 +9,7 @@ import pytest
 from any_agent.completions.params.tools import with_tool_calls
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.support.completions.params import OTHER, TOOL, parse
+from tests.support.errors import fails_with
 
 FUNCTIONS = [TOOL["function"], OTHER["function"]]
 
@@ -35,41 +36,37 @@ def test_they_are_tools(older: dict[str, Any], newer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("nothing", [{"functions": []}, {"function_call": "none"}])
-def test_none_of_them(nothing: dict[str, Any]) -> None:
+def test_empty_functions_change_nothing(nothing: dict[str, Any]) -> None:
     assert parse(**nothing, tools=[TOOL]) == parse(tools=[TOOL])
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"functions": FUNCTIONS, "tools": [TOOL]}, "send tools and tool_choice alone"),
-        (
-            {"functions": FUNCTIONS, "tool_choice": "auto"},
-            "functions is the older form of tool_choice",
-        ),
-        (
-            {"function_call": {"name": "f"}, "tools": [TOOL]},
-            "function_call is the older form of tools",
-        ),
-        ({"functions": {}, "function_call": {"name": "f"}}, "not one of the functions"),
-        ({"functions": "f"}, "functions must be a list"),
-        ({"functions": ["f"]}, r"functions\[0\] must be"),
-        ({"functions": [{}]}, r"functions\[0\] must be"),
-        ({"functions": [{"name": ""}]}, r"functions\[0\]\.name must be"),
-        ({"functions": [FUNCTIONS[0]] * 2}, r"functions\[1\] is the second one called"),
-        ({"functions": FUNCTIONS, "function_call": "f"}, "function_call must be"),
-        ({"functions": FUNCTIONS, "function_call": {"name": "h"}}, "function_call names"),
-        ({"function_call": {"name": "f"}}, "function_call names"),
+        ({"functions": FUNCTIONS, "tools": [TOOL]}, "tools and tool_choice"),
+        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "tool_choice"),
+        ({"function_call": {"name": "f"}, "tools": [TOOL]}, "tools"),
+        ({"functions": {}, "function_call": {"name": "f"}}, "functions"),
+        ({"functions": "f"}, "functions"),
+        ({"functions": ["f"]}, "functions[0]"),
+        ({"functions": [{}]}, "functions[0]"),
+        ({"functions": [{"name": ""}]}, "functions[0].name"),
+        ({"functions": [FUNCTIONS[0]] * 2}, "functions[1]"),
+        ({"functions": FUNCTIONS, "function_call": "f"}, "function_call"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "h"}}, "function_call"),
+        ({"function_call": {"name": "f"}}, "function_call"),
     ],
 )
-def test_what_is_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says) as raised:
+def test_malformed_functions_are_refused_by_their_older_name(
+    wrong: dict[str, Any], says: str
+) -> None:
+    with fails_with(InvalidRequest, says) as raised:
         parse(**wrong)
     assert not isinstance(raised.value, UnsupportedParameter)
     assert raised.value.param in ("functions", "function_call")
 
 
-def test_a_conversation_in_the_older_form() -> None:
+def test_the_older_form_becomes_calls_and_results_of_tools() -> None:
     told: list[Any] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
@@ -99,8 +96,8 @@ def test_a_call_of_no_valid_form(call: Any) -> None:
     if isinstance(call, dict) and call.get("name") == "f":
         assert with_tool_calls(messages)[0]["tool_calls"]
         return
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.function_call must be"):
+    with fails_with(InvalidRequest, "messages[0].function_call"):
         with_tool_calls(messages)
     messages[0]["tool_calls"] = [{}]
-    with pytest.raises(InvalidRequest, match="leave the older one out"):
+    with fails_with(InvalidRequest, "function_call and tool_calls"):
         with_tool_calls(messages)

@@ -13,6 +13,7 @@ from any_agent.completions.apis import all_apis
 from any_agent.completions.params.schema_check import check, json_text, shown, words
 from any_agent.completions.params.table import PARAMETERS, request_schema
 from any_agent.errors import InvalidRequest
+from tests.support.errors import fails_with
 
 ROWS = [p for p in PARAMETERS if p.checked or p.kind == "refused"]
 VALUES = (
@@ -75,7 +76,7 @@ def test_a_value_fits_if_json_schema_says_so(row: Any, value: Any) -> None:
     ],
     ids=str,
 )
-def test_words(schema: dict[str, Any], text: str) -> None:
+def test_a_schema_is_told_in_words(schema: dict[str, Any], text: str) -> None:
     assert words(schema) == text
 
 
@@ -98,12 +99,12 @@ def test_whatever_is_shown_is_short(value: Any, text: str) -> None:
     assert shown(value) == text
 
 
-def test_text_of_json() -> None:
+def test_json_is_bounded_and_valid_unicode() -> None:
     assert json_text({"a": [1]}, "x", longest=9) == '{"a":[1]}'
-    with pytest.raises(InvalidRequest, match="x is 9 bytes of JSON, more than 8"):
+    with fails_with(InvalidRequest, "9 bytes", "more than 8"):
         json_text({"a": [1]}, "x", longest=8)
     for value in ({"a": "\ud800"}, {"a": 2**70}, {1: 2}):
-        with pytest.raises(InvalidRequest, match="text that is not Unicode"):
+        with fails_with(InvalidRequest, "Unicode", param="x"):
             json_text(value, "x", longest=100)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from any_agent.errors import UnsupportedParameter
 from tests.support.completions.params import parse
+from tests.support.errors import fails_with
 
 SCHEMA: dict[str, Any] = {
     "properties": {
@@ -48,6 +49,5 @@ def test_an_unknown_format_is_an_annotation(api: str, strict: Any) -> None:
 )
 def test_a_strict_schema_has_known_formats(api: str, param: str) -> None:
     assert parse(api=api, **asked(api, PLAIN, True)).gconfig.grammar is not None
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param=param, code="unsupported_parameter"):
         parse(api=api, **asked(api, SCHEMA, True))
-    assert (error.value.param, error.value.code) == (param, "unsupported_parameter")

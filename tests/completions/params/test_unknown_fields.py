@@ -10,6 +10,7 @@ import pytest
 from any_agent.completions.params.unknown_fields import MAX_UNKNOWN
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.support.completions.params import BODIES, parse
+from tests.support.errors import fails_with
 
 CHATS: tuple[str, ...] = ("chat", "responses", "messages")
 REFUSE = {"unknown": "refuse"}
@@ -28,9 +29,9 @@ def test_one_is_recorded_and_changes_nothing(api: str, mode: str) -> None:
     assert (call.gconfig, call.messages, call.template_kwargs, call.untrainable) == (
         (plain.gconfig, plain.messages, plain.template_kwargs, plain.untrainable)
     )
-    with pytest.raises(UnsupportedParameter, match='unknown parameter "beam_width"'):
+    with fails_with(UnsupportedParameter, param="beam_width"):
         parse(mode, api=api, told=REFUSE, beam_width=7)
-    with pytest.raises(UnsupportedParameter, match='unknown parameter "empty"'):
+    with fails_with(UnsupportedParameter, param="empty"):
         parse(mode, api=api, told=REFUSE, empty=None)
 
 
@@ -46,16 +47,15 @@ def test_one_is_recorded_and_changes_nothing(api: str, mode: str) -> None:
 def test_names_are_made_plain(name: str, plain: str) -> None:
     call = parse(**{name: 1})
     assert (call.ignored, call.recorded) == ((plain,), {plain: 1})
-    with pytest.raises(UnsupportedParameter, match="unknown parameter"):
+    with pytest.raises(UnsupportedParameter):
         parse(**{"x" * 65: 1})
 
 
-def test_so_many_and_no_more() -> None:
+def test_the_number_of_unknown_parameters_is_bounded() -> None:
     many = {f"p{k}": k for k in range(MAX_UNKNOWN)}
     assert parse(**many).recorded == many
-    with pytest.raises(InvalidRequest, match="more than 32 unknown") as raised:
+    with fails_with(InvalidRequest, "32", param="one_more"):
         parse(**many, one_more=1)
-    assert raised.value.param == "one_more"
 
 
 @pytest.mark.parametrize("value", ["x" * 20_000, "\ud800", 2**70, {"a": ["x" * 20_000]}])
@@ -100,7 +100,7 @@ def test_keys_are_not_kept(given: dict[str, Any]) -> None:
 def test_what_means_something_at_another_route_is_refused(
     api: str, name: str, told: dict[str, Any]
 ) -> None:
-    with pytest.raises(UnsupportedParameter, match=f'unknown parameter "{name}"'):
+    with fails_with(UnsupportedParameter, param=name):
         parse(api=api, told=told, **{name: 2})
 
 
@@ -123,16 +123,14 @@ def test_a_value_that_asks_for_nothing_is_recorded(api: str, name: str, value: A
     call = parse(api=api, **{name: value})
     assert (call.recorded, call.ignored) == ({name: value}, ())
     assert call.gconfig == parse(api=api).gconfig
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param=name):
         parse(api=api, told=REFUSE, **{name: value})
-    assert error.value.param == name
 
 
 @pytest.mark.parametrize(("name", "value"), [("echo", 0), ("best_of", True), ("best_of", 2)])
 def test_a_value_of_another_type_asks_for_something(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param=name):
         parse(**{name: value})
-    assert error.value.param == name
 
 
 # -- the template's own -------------------------------------------------------------------------
@@ -148,17 +146,16 @@ def test_a_switch_is_as_in_template_kwargs(api: str, on: bool) -> None:
     assert parse(api=api, told=told, **both) == inside
     assert inside.template_kwargs == {"enable_thinking": on}
     both["chat_template_kwargs"] = {"enable_thinking": not on}
-    with pytest.raises(InvalidRequest, match="contradict each other") as raised:
+    with fails_with(InvalidRequest, param="enable_thinking"):
         parse(api=api, told=told, **both)
-    assert raised.value.param == "enable_thinking"
 
 
 @pytest.mark.parametrize("api", CHATS)
-def test_a_switch_that_the_template_lacks(api: str) -> None:
+def test_a_switch_that_the_template_lacks_is_ignored_and_named(api: str) -> None:
     call = parse(api=api, enable_thinking=False)
     assert (call.template_kwargs, call.ignored) == ({}, ("enable_thinking",))
     assert call.recorded == {"enable_thinking": False}
-    with pytest.raises(UnsupportedParameter, match="enable_thinking is unknown to this model"):
+    with fails_with(UnsupportedParameter, param="enable_thinking"):
         parse(api=api, told=REFUSE, enable_thinking=False)
 
 
@@ -168,7 +165,7 @@ def test_whatever_the_template_reads_may_stand_at_the_top(api: str) -> None:
     call = parse(api=api, told=told, clear_thinking=False, enable_thinking=None)
     assert (call.template_kwargs, call.ignored) == ({"clear_thinking": False}, ())
     kwargs = {"clear_thinking": 0}
-    with pytest.raises(InvalidRequest, match=r"chat_template_kwargs\.clear_thinking contradict"):
+    with fails_with(InvalidRequest, "chat_template_kwargs.clear_thinking"):
         parse(api=api, told=told, clear_thinking=False, chat_template_kwargs=kwargs)
 
 
@@ -201,17 +198,17 @@ def test_thinking_has_several_forms(switch: str, value: Any, on: bool | None) ->
         {"enable_thinking": True, "thinking": False},
     ],
 )
-def test_switches_of_no_valid_form(wrong: dict[str, Any]) -> None:
+def test_switches_of_no_valid_form_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse(told=switched("enable_thinking"), **wrong)
     assert raised.value.param in wrong
 
 
-def test_thinking_of_messages_and_a_switch() -> None:
+def test_thinking_and_a_switch_must_agree() -> None:
     told = switched("enable_thinking")
     on: Any = {"thinking": {"type": "enabled"}}
     assert parse(api="messages", told=told, **on, enable_thinking=True).template_kwargs == {
         "enable_thinking": True
     }
-    with pytest.raises(InvalidRequest, match="contradict"):
+    with fails_with(InvalidRequest, "enable_thinking"):
         parse(api="messages", told=told, **on, enable_thinking=False)

@@ -16,6 +16,7 @@ from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParam
 from any_agent.types import Interaction
 from tests.completions.responses.test_input_items import CHAT_CALL, HEX, recorded
 from tests.support.completions.responses import parse, valid_events, valid_response
+from tests.support.errors import fails_with
 
 LONG = "x" * 100_000
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
@@ -68,9 +69,8 @@ def test_odd_values_are_refused_or_taken(name: str, value: Any) -> None:
 def test_options_are_known_by_name() -> None:
     for field in ("reasoning", "text", "stream_options"):
         odd: dict[str, Any] = {field: {"surprise": 1}}
-        with pytest.raises(UnsupportedParameter) as raised:
+        with fails_with(UnsupportedParameter, param=f"{field}.surprise"):
             parse(**odd)
-        assert raised.value.param == f"{field}.surprise"
 
 
 ENTRY = {"type": "function", "name": "f"}
@@ -99,9 +99,8 @@ def test_the_choice_of_tools_is_repeated(choice: Any) -> None:
     ],
 )
 def test_no_choice_of_tools_is_repeated_without_end(choice: Any, param: str) -> None:
-    with pytest.raises((InvalidRequest, UnsupportedParameter)) as raised:
+    with fails_with((InvalidRequest, UnsupportedParameter), param=param) as raised:
         parse(tools=[TOOL], tool_choice=choice)
-    assert raised.value.param == param
     assert len(raised.value.message) < 500
 
 
@@ -110,9 +109,8 @@ def test_a_formats_texts_are_bounded() -> None:
     most = {**wanted, "name": "n" * 64, "description": "d" * (2**14 - 2)}
     assert parse(text={"format": most}).repeated["text"]["format"] == most
     for field, value in (("name", "n" * 65), ("name", ""), ("description", "d" * (2**14 - 1))):
-        with pytest.raises(InvalidRequest) as raised:
+        with fails_with(InvalidRequest, param=f"text.format.{field}"):
             parse(text={"format": {**most, field: value}})
-        assert raised.value.param == f"text.format.{field}"
 
 
 def _answer(**fields: Any) -> ResponsesEncoder:
@@ -187,7 +185,9 @@ def test_a_stream_that_breaks_keeps_what_was_whole() -> None:
         ("stop", "response.completed", "completed"),
     ],
 )
-def test_ends(reason: Any, kind: str, status: str) -> None:
+def test_a_finish_reason_becomes_the_streams_last_event(
+    reason: Any, kind: str, status: str
+) -> None:
     interaction = recorded(content="")
     interaction.finish_reason = reason
     answer = _answer()

@@ -20,6 +20,7 @@ from any_agent.types import (
     Message,
     logprob_array,
 )
+from tests.support.errors import fails_with
 
 HEX = "0123456789abcdef" * 2
 ID = f"resp_{HEX}"
@@ -164,9 +165,8 @@ def test_ids_tell_what_is_of_one_answer() -> None:
 def test_what_is_wrong_is_named(
     item: Any, kind: type[AnyAgentError], param: str, said: str
 ) -> None:
-    with pytest.raises(kind) as raised:
+    with fails_with(kind, param=param) as raised:
         messages(USER, item)
-    assert raised.value.param == param
     assert said in raised.value.message and len(raised.value.message) < 600
 
 
@@ -181,9 +181,8 @@ def test_references_are_items_of_the_sessions_answers() -> None:
         with pytest.raises(NotFound):
             messages({"type": "item_reference", "id": id}, tree=tree)
     # A few bytes each, they would be as many copies of the answer.
-    with pytest.raises(InvalidRequest) as raised:
+    with fails_with(InvalidRequest, code="duplicate_item", param="input[2]"):
         messages({"id": ids[1]}, USER, {"id": ids[1]}, tree=tree)
-    assert (raised.value.code, raised.value.param) == ("duplicate_item", "input[2]")
 
 
 def test_an_answer_in_thousands_of_pieces() -> None:
@@ -200,13 +199,11 @@ def test_what_comes_before_is_the_sessions() -> None:
     assert messages_before(ID, tree) == [USER, first.output_message]
     assert [m["content"] for m in messages_before(second.id, tree)] == ["hi", "a", "more", "a"]
     for id, known in (("resp_x", tree), (ID, None), ("x" * 99_999, tree)):
-        with pytest.raises(NotFound) as raised:
+        with fails_with(NotFound, code="previous_response_not_found") as raised:
             messages_before(id, known)
-        assert raised.value.code == "previous_response_not_found"
         assert len(raised.value.message) < 200
-    with pytest.raises(InvalidRequest) as refused:
+    with fails_with(InvalidRequest, code="content_not_stored"):
         messages_before(ID, tree_of(strip_content(recorded())))
-    assert refused.value.code == "content_not_stored"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from any_agent.completions.responses.tools import flat_tools, names_of, own_call
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, SessionMode
 from tests.support.completions.responses import parse
+from tests.support.errors import fails_with
 
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 READ = {"type": "function", "name": "read", "description": "Reads.", "strict": False}
@@ -99,7 +100,7 @@ def test_tools_in_the_input_are_shown_with_the_others() -> None:
     assert shown(call) == ["read", "web__find"]
     assert len(call.chat.messages) == 1
     assert [tool["name"] for tool in call.repeated["tools"]] == ["read"]
-    with pytest.raises(InvalidRequest, match="called"):
+    with fails_with(InvalidRequest, param="tools"):
         parse([item, {"role": "user", "content": "hi"}], tools=[{**READ, "description": "Else."}])
 
 
@@ -112,9 +113,8 @@ def test_what_only_openai_runs_is_left_out_and_named(kind: str) -> None:
     assert shown(call) == ["read", "web__find"]
     assert call.chat.ignored == (f"tools.{kind}",)
     assert call.chat.recorded[f"tools.{kind}"] == [tool, tool]
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param="tools"):
         strictly(tools=[tool])
-    assert error.value.param == "tools"
 
 
 def test_a_key_of_a_tool_that_is_left_out_is_not_recorded() -> None:
@@ -161,16 +161,14 @@ def test_a_function_of_a_group_may_be_chosen() -> None:
     ],
 )
 def test_a_wrong_group_is_refused(tools: Any) -> None:
-    with pytest.raises(InvalidRequest) as error:
+    with fails_with(InvalidRequest, param="tools"):
         parse(tools=tools)
-    assert error.value.param == "tools"
 
 
 @pytest.mark.parametrize("tool", [OTHER, {"type": "shell"}, {"type": "local_shell"}], ids=str)
 def test_a_tool_that_the_agent_would_run_in_another_way_is_refused(tool: Any) -> None:
-    with pytest.raises(UnsupportedParameter) as error:
+    with fails_with(UnsupportedParameter, param="tools"):
         parse(tools=[{**OTHER, "tools": [tool]}])
-    assert error.value.param == "tools"
 
 
 def test_a_custom_tool_is_shown_as_a_function_of_one_text() -> None:
@@ -219,9 +217,8 @@ def test_a_custom_tool_may_be_chosen() -> None:
         {"type": "custom"},
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "read"}]},
     ):
-        with pytest.raises(InvalidRequest) as error:
+        with fails_with(InvalidRequest, param="tool_choice"):
             parse(tools=[READ, PATCH], tool_choice=wrong)
-        assert error.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(
@@ -243,9 +240,8 @@ def test_a_wrong_custom_tool_is_refused(wrong: dict[str, Any]) -> None:
     for tools in ([{**PATCH, **wrong}], [{**OTHER, "tools": [{**PATCH, **wrong}]}]):
         if wrong == {"name": ""} and tools[0]["type"] == "namespace":
             continue
-        with pytest.raises(InvalidRequest) as error:
+        with fails_with(InvalidRequest, param="tools"):
             parse(tools=tools)
-        assert error.value.param == "tools"
 
 
 def test_which_reasoning_the_model_sees_is_the_templates_choice() -> None:

@@ -20,6 +20,7 @@ from any_agent.engine.embedded.server import EngineServer
 from any_agent.engine.sglang.probe import probe_engine
 from any_agent.errors import ConfigError, EngineUnavailable, StartupError, TrainingError
 from tests.support.engine.embedded import Serve, request
+from tests.support.errors import fails_with
 from trainer.sync.engine_client import EngineClient
 
 KEY = "sk-engine." + 64 * "a"
@@ -77,7 +78,7 @@ async def test_clients_send_it(locked: str) -> None:
         with pytest.raises(EngineUnavailable):
             await other.agenerate(request("r", [5]))
         for use in (other.info, other.pause):
-            with pytest.raises(ConfigError, match=r"refuses the key.*engine\.key"):
+            with fails_with(ConfigError, "engine.key"):
                 await use()
     finally:
         await client.close()
@@ -86,7 +87,7 @@ async def test_clients_send_it(locked: str) -> None:
         assert (await probe.info())["model_path"]
     async with httpx.AsyncClient() as http:
         await EngineClient(0, locked, http, timeout=30, key=KEY).fetch_info()
-        with pytest.raises(TrainingError, match=r"engine\.key"):
+        with fails_with(TrainingError, "engine.key"):
             await EngineClient(0, locked, http, timeout=30).fetch_info()
 
 
@@ -119,14 +120,14 @@ async def test_with_a_key_other_hosts_are_answered(locked: str) -> None:
         assert answer.status == 200
 
 
-def test_key_files(tmp_path: Path) -> None:
+def test_a_key_file_is_private_and_a_damaged_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "engine-key.yaml"
     write_key_file(path, KEY)
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_key_file(path) == KEY
     for text in ("", "[]", "{}", '{"api-key": ""}', '{"api-key": 7}', "no"):
         path.write_text(text)
-        with pytest.raises(StartupError, match=str(path)):
+        with fails_with(StartupError, str(path)):
             read_key_file(path)
     path.write_text(json.dumps({"api-key": "theirs"}))
     assert read_key_file(path) == "theirs"

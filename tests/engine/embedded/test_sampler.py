@@ -19,6 +19,7 @@ from any_agent.types import GenerationHyperparameters as Sampling
 from any_agent.types import ModelRequest, ModelResponse
 from tests.support.engine.embedded import prompt, request
 from tests.support.engine.process import EngineProcess
+from tests.support.errors import fails_with
 
 LOGITS = torch.log(torch.tensor([0.3, 0.22, 0.17, 0.12, 0.09, 0.06, 0.03, 0.01]))
 DRAWS = 8000
@@ -60,7 +61,7 @@ def test_draws_are_of_the_softmax(cases: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_draws_at_other_temperatures(temperature: float) -> None:
+def test_draws_at_other_temperatures_have_their_distribution(temperature: float) -> None:
     ids = draw(((seed, 3) for seed in range(DRAWS)), temperature=temperature)
     assert chi_square(ids, torch.softmax(LOGITS / temperature, -1)) < BEYOND
 
@@ -129,8 +130,8 @@ async def test_a_resubmission_goes_on_as_if_nothing_had_been(engine: EmbeddedEng
 
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
-async def test_seeds_beyond_64_bits(engine: EmbeddedEngine, seed: int) -> None:
-    with pytest.raises(InvalidRequest, match="seed"):
+async def test_seeds_beyond_64_bits_are_refused(engine: EmbeddedEngine, seed: int) -> None:
+    with fails_with(InvalidRequest, "seed"):
         engine.submit(request("x", prompt(4), seed=seed))
     limit = 2**63 - 1 if seed > 0 else -(2**63)
     assert (await whole(engine, request("y", prompt(4), seed=limit)))[0]

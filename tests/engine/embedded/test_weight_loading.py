@@ -27,6 +27,7 @@ from tests.support.engine.embedded import (
     worst,
     wrapped,
 )
+from tests.support.errors import fails_with
 
 
 def kept_cache_logprobs(
@@ -107,7 +108,7 @@ async def test_the_wait_is_bounded(tiny_model_dir: Path, other_model_dir: Path) 
     async with EmbeddedEngine.load(str(tiny_model_dir), options) as engine:
         running = engine.submit(request("a", prompt(4), max_new_tokens=2000))
         await running.progress()
-        with pytest.raises(Conflict, match="did not end"):
+        with pytest.raises(Conflict):
             await engine.update_weights(str(other_model_dir), "1")
         late = engine.submit(request("b", prompt(4)), stream=False)  # admission goes on
         await asyncio.wait_for(late.finished(), LIMIT)
@@ -192,7 +193,9 @@ async def test_a_bad_checkpoint_changes_nothing(
     assert (await asyncio.wait_for(generation.finished(), LIMIT)).type == "length"
 
 
-async def test_shards(own_engine: EmbeddedEngine, other_model_dir: Path, tmp_path: Path) -> None:
+async def test_sharded_weights_are_loaded_whole(
+    own_engine: EmbeddedEngine, other_model_dir: Path, tmp_path: Path
+) -> None:
     other = load_model(str(other_model_dir)).model
     other.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
@@ -212,7 +215,7 @@ async def test_weights_that_are_not_what_was_written_are_refused(
         file.seek(-4096 if how == "zeroed" else 0, os.SEEK_END if how == "zeroed" else os.SEEK_SET)
         file.write(bytes(64) if how == "manifest" else bytes(4096))
     before = {name: t.clone() for name, t in own_engine.loaded.model.state_dict().items()}
-    with pytest.raises(InvalidRequest, match="are damaged: "):
+    with fails_with(InvalidRequest, "damaged"):
         await own_engine.update_weights(str(folder), "1")
     now = own_engine.loaded.model.state_dict()
     assert all(torch.equal(now[name], t) for name, t in before.items())

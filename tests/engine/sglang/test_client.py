@@ -27,6 +27,7 @@ from tests.support.engine.sglang import (
     request,
     until,
 )
+from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import FaultKind
 
@@ -58,7 +59,9 @@ async def test_every_kind_of_answer_reads_the_same(stream: bool, incremental: bo
 
 
 @BOTH
-async def test_stops(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+async def test_a_stop_names_what_matched(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
     scripted.say([30, 31, 32, 33])
     chunks = await all_of(client, request(stop_token_ids=(32,)), stream=stream)
     assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", 32)
@@ -109,7 +112,9 @@ async def test_an_update_is_survived_with_what_was_sampled(
 
 
 @BOTH
-async def test_two_updates(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+async def test_a_call_over_two_updates_has_three_versions(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
     scripted.hold(2)
     scripted.hold(3)
     work = asyncio.create_task(all_of(client, request(), stream=stream))
@@ -121,7 +126,7 @@ async def test_two_updates(client: SGLangEngine, scripted: ScriptedEngine, strea
 
 
 @BOTH
-async def test_a_budget_spent_at_the_seam(
+async def test_a_budget_spent_at_the_seam_ends_the_call(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     """The engine reports the abort before it noticed that the last token had come."""
@@ -227,7 +232,7 @@ async def test_calls_that_come_during_an_update_wait(
 async def test_an_update_that_takes_too_long(scripted: ScriptedEngine, stream: bool) -> None:
     async with client_of(scripted, update_wait=0.05) as client:
         await client.pause()
-        with pytest.raises(EngineUnavailable, match="weight update took more than") as raised:
+        with fails_with(EngineUnavailable, "weight update") as raised:
             await all_of(client, request(), stream=stream)
         assert raised.value.retry_after
         assert scripted.requests == []
@@ -297,13 +302,13 @@ async def test_an_abort_without_an_update_is_an_error(
     await until(lambda: any(len(r.ids) == 2 for r in scripted.running.values()))
     for running in scripted.running.values():
         running.aborted.set()
-    with pytest.raises(EngineUnavailable, match="aborted"):
+    with fails_with(EngineUnavailable, "aborted"):
         await work
 
 
 @BOTH
 @pytest.mark.parametrize("kind", ["nan", "null", "disagree", "garbage", "spans"])
-async def test_broken_answers(
+async def test_a_broken_answer_fails_its_call_alone(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool, kind: FaultKind
 ) -> None:
     scripted.fail(kind, after=2)
@@ -318,7 +323,7 @@ async def test_a_stream_that_ends_with_an_error(
 ) -> None:
     scripted.fail("error_event", after=2)
     got: list[int] = []
-    with pytest.raises(EngineUnavailable, match="scripted"):
+    with fails_with(EngineUnavailable, "scripted"):
         async for chunk in client.generate(request(), stream=True):
             got += chunk.output_ids
     assert len(got) == 2
@@ -326,12 +331,14 @@ async def test_a_stream_that_ends_with_an_error(
 
 
 @BOTH
-async def test_refusals(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
-    with pytest.raises(InvalidRequest, match="longer than the context"):
+async def test_an_engines_refusal_keeps_its_kind(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    with fails_with(InvalidRequest, "context"):
         await all_of(client, request(ids=[5] * 5000), stream=stream)
     for status in (429, 500, 503):
         scripted.fail("status", status=status)
-        with pytest.raises(EngineUnavailable, match=str(status)) as raised:
+        with fails_with(EngineUnavailable, str(status)) as raised:
             await all_of(client, request(), stream=stream)
         assert raised.value.retry_after
 
@@ -362,7 +369,7 @@ async def test_sglangs_name_for_the_first_weights(scripted: ScriptedEngine) -> N
         assert joined(await all_of(client, request(), stream=True))[2] == [0] * 10
 
 
-async def test_agenerate(client: SGLangEngine) -> None:
+async def test_agenerate_returns_the_whole_response(client: SGLangEngine) -> None:
     response = await agenerate(client, request())
     assert response.input_ids == PROMPT
     assert len(response.output_ids) == len(response.output_logprobs) == 10

@@ -10,6 +10,7 @@ from any_agent.engine.sglang.requests import _refused, failure, refusal
 from any_agent.engine.sglang.responses import ChunkReader
 from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import request
+from tests.support.errors import fails_with
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ from tests.support.engine.sglang import request
         (503, {"message": "full"}, EngineUnavailable, "the engine answered 503: full", None),
     ],
 )
-def test_refusals(
+def test_a_refusal_becomes_an_error_of_its_kind(
     status: int, told: Any, kind: type[AnyAgentError], message: str, param: str | None
 ) -> None:
     error = refusal(status, told)
@@ -47,8 +48,8 @@ def test_refusals(
         ("m", EngineUnavailable),
     ],
 )
-def test_errors_amid_a_stream(error: Any, kind: type[AnyAgentError]) -> None:
-    with pytest.raises(kind, match="m"):
+def test_errors_amid_a_stream_keep_their_kind(error: Any, kind: type[AnyAgentError]) -> None:
+    with fails_with(kind, "m"):
         ChunkReader(request()).read({"error": error})
 
 

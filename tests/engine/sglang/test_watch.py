@@ -111,11 +111,11 @@ async def test_its_calls_are_refused_if_it_stays_away(process: EngineProcess, st
         )
         await asyncio.sleep(0.5)
         process.signal(signal.SIGSTOP)
-        with pytest.raises(EngineUnavailable, match="try again later") as raised:
+        with pytest.raises(EngineUnavailable) as raised:
             await asyncio.wait_for(call, 60)
         assert raised.value.retry_after
         # A call that comes now does not reach it.
-        with pytest.raises(EngineUnavailable, match="try again later"):
+        with pytest.raises(EngineUnavailable):
             await asyncio.wait_for(all_of(client, request("new"), stream=stream), 30)
 
 

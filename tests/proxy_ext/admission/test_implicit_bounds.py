@@ -15,6 +15,7 @@ from proxy_ext.sessions.conversation_index import ImplicitTask
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
 from tests.proxy_ext.test_tenants import ADMIN, Tenants
+from tests.support.errors import fails_with
 from tests.support.implicit import (
     KEY,
     MORE,
@@ -35,7 +36,7 @@ from tests.support.scripted_engine import ScriptedEngine
 OTHER = [SYSTEM, {"role": "user", "content": "Say a word."}]
 
 
-async def test_tenants_never_meet(start: Start, engine: ScriptedEngine) -> None:
+async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngine) -> None:
     proxy = await start(*settings(ADMIN))
     await proxy.admit(100)
     tenants = Tenants(proxy)
@@ -72,7 +73,7 @@ async def test_it_is_opt_in(proxy: Proxy) -> None:
     refusal(await proxy.call(KEY, ONE), 401, "no_session", "start_session")
 
 
-async def test_quotas_hold(start: Start) -> None:
+async def test_a_tenants_quota_bounds_its_implicit_sessions(start: Start) -> None:
     proxy = await start(*settings(ADMIN))
     await proxy.admit(100)
     key = Tenants(proxy).key("alice", open_sessions=1)
@@ -214,7 +215,9 @@ async def test_one_that_is_open_as_training_ends_stays_a_train_session(
 
 
 @pytest.mark.service
-async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
+async def test_a_grader_that_misbehaves_costs_its_session_alone(
+    start: Start, tmp_path: Path
+) -> None:
     """Rejected and counted, never trained on; others are graded all the same."""
     grader = "tests.support.graders.misbehaves"
     proxy = await start(*settings("sessions.grader_timeout=10", grader=grader))
@@ -319,5 +322,5 @@ async def test_what_waits_for_the_grader_is_graded_after_a_restart(start: Start)
     ],
 )
 def test_it_needs_a_grader_and_what_is_said(wrong: list[str]) -> None:
-    with pytest.raises(ConfigError, match=wrong[0].partition("=")[0].replace(".", r"\.")):
+    with fails_with(ConfigError, wrong[0].partition("=")[0]):
         load_config(None, [*settings("rollout.batch_size=8"), *wrong], {})

@@ -14,6 +14,7 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Restart
 from tests.support.retries import hang_up
@@ -157,7 +158,7 @@ async def test_chats_and_texts_do_not_continue_each_other(
     assert [i.parent_id for i in await proxy.recorded(session["session_id"])] == [None] * 3
 
 
-async def test_several_prompts_and_choices(
+async def test_each_choice_of_several_prompts_is_recorded(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
 ) -> None:
     prompts = ["a b", "c d e"]
@@ -239,7 +240,7 @@ async def test_a_stream_says_what_the_whole_does(
         assert all(len(top) <= 2 for top in told["top_logprobs"])
 
 
-async def test_refusals(proxy: Proxy, session: dict[str, Any]) -> None:
+async def test_refused_requests_name_their_parameter(proxy: Proxy, session: dict[str, Any]) -> None:
     key = session["api_key"]
     cases: list[tuple[Any, dict[str, Any], str, str]] = [
         ("", {}, "invalid_request", "prompt"),
@@ -264,7 +265,9 @@ async def test_refusals(proxy: Proxy, session: dict[str, Any]) -> None:
     assert await proxy.recorded(session["session_id"]) == []
 
 
-async def test_both_spellings_of_the_path(proxy: Proxy, session: dict[str, Any]) -> None:
+async def test_both_spellings_of_the_path_are_recorded(
+    proxy: Proxy, session: dict[str, Any]
+) -> None:
     for path in ("/v1/completions", "/completions", f"/{session['api_key']}/v1/completions"):
         response = await proxy.post(path, {"prompt": "a", "max_tokens": 2}, session["api_key"])
         assert response.status_code == 200, response.text
@@ -278,7 +281,7 @@ async def sdk(session: dict[str, Any]) -> AsyncIterator[openai.AsyncOpenAI]:
         yield sdk
 
 
-async def test_openais_sdk(
+async def test_openais_sdk_gets_whole_answers_and_streams(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, sdk: openai.AsyncOpenAI
 ) -> None:
     say(engine, chat, " 2")
@@ -295,6 +298,6 @@ async def test_openais_sdk(
     with pytest.raises(openai.BadRequestError):
         await sdk.completions.create(model="m", prompt="1 and", suffix="!")
     engine.fail("error_event", after=2)
-    with pytest.raises(openai.APIError, match="engine"):
+    with fails_with(openai.APIError, "engine"):
         async for _ in await sdk.completions.create(model="m", prompt="1 and", stream=True):
             pass

@@ -37,7 +37,7 @@ async def test_other_refusals_keep_their_words(proxy: Proxy, engine: ScriptedEng
     body = {"messages": HELLO, "guided_regex": "a"}
     response = await proxy.post("/v1/chat/completions", body, session["api_key"])
     error = response.json()["error"]
-    assert error["message"] == "the engine refused the request: scripted"
+    assert "scripted" in error["message"]
     assert error["param"] is None
 
 
@@ -51,5 +51,5 @@ async def test_failures_are_logged_once(
     assert response.status_code == 503
     said = [r for r in caplog.records if r.name == "proxy_ext.calls.call"]
     (line,) = (r.getMessage() for r in said if r.levelno == logging.WARNING)
-    assert "failed with 503 engine_unavailable: the engine answered 507: scripted" in line
+    assert "503 engine_unavailable" in line and "507: scripted" in line
     assert "secret" not in line

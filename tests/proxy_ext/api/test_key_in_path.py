@@ -69,7 +69,7 @@ async def test_a_lanes_key_goes_with_its_earlier_session(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("server.admin_key=operator-secret",)])
-async def test_base_urls_with_v1_and_without(start: Start, keys: tuple[str, ...]) -> None:
+async def test_base_urls_may_end_in_v1_once(start: Start, keys: tuple[str, ...]) -> None:
     proxy = await start(*keys)
     await proxy.admit(10)
     session = await proxy.open()
@@ -85,6 +85,6 @@ async def test_base_urls_with_v1_and_without(start: Start, keys: tuple[str, ...]
             continue
         error = twice.json()["error"]
         assert (twice.status_code, error["code"]) == (404, "not_found")
-        assert "there is no route /v1/v1/chat/completions" in error["message"]
-        assert "ends in one /v1" in error["message"]
+        assert "/v1/v1/chat/completions" in error["message"]
+        assert "one /v1" in error["message"]
         assert session["api_key"] not in twice.text

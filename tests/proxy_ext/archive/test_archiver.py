@@ -23,6 +23,7 @@ from proxy_ext.journal.base import EXPORT_OWNER
 from proxy_ext.leases import Fence, LeaseManager
 from tests.proxy_ext.archive.test_files import archives_of
 from tests.support.archives import CALLS, Rank
+from tests.support.errors import fails_with
 
 BOUNDARIES = ("writing", "intended", "unnamed", "named", "before the transaction")
 BOUNDARIES += ("after the transaction",)
@@ -83,7 +84,7 @@ async def test_what_a_resume_needs_stays(rank: Rank) -> None:
     # They are the trainer's again, whatever the oldest checkpoint is by now.
     rank.oldest_step = 9
     assert await rank.archive.sweep() == 0
-    with pytest.raises(Conflict, match="old is trained, its content archived"):
+    with fails_with(Conflict, "old", "archived"):
         await leases.replay(["old"], "again")
 
 
@@ -199,7 +200,7 @@ async def test_a_full_disk_leaves_all_in_the_journal(
 
     with monkeypatch.context() as patched:
         patched.setattr(ArchiveWriter, "add", full)
-        with pytest.raises(OSError, match="No space"):
+        with fails_with(OSError, "No space"):
             await rank.archive.sweep()
     assert rank.files == []
     assert await rank.archive.sweep() == 1
@@ -237,7 +238,7 @@ async def test_a_full_disk_keeps_nothing_of_a_deletion(
 
     with monkeypatch.context() as patched:
         patched.setattr(atomic_files, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
+        with fails_with(OSError, "No space"):
             await rank.archive.remove("a")
     assert rank.files == before
     assert archived(rank) == ["a", "b"]

@@ -25,6 +25,7 @@ from proxy_ext.archive.files import (
 )
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.journal.base import RewardRow
+from tests.support.errors import fails_with
 from tests.support.journal import make_interaction, make_row
 
 ODD = {"text": "lone \ud800, é, \u2028", "big": 2**80, "deep": [[[None]]]}
@@ -123,7 +124,7 @@ def test_nothing_is_left_of_a_file_without_room(tmp_path: Path) -> None:
         writer._file.close()
         writer._file = full
         writer.add(1, b"x")
-        with pytest.raises(OSError, match="No space"):
+        with fails_with(OSError, "No space"):
             full.flush()
         writer.abandon()
     assert list(tmp_path.iterdir()) == []

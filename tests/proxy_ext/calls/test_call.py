@@ -24,7 +24,7 @@ async def test_a_call_aborted_before_it_began_tells_its_caller(proxy: Proxy) -> 
     # A finalize that was scheduled in the same moment: the call's task has not run at all.
     listener.call.abort("the session was ended")
     async with asyncio.timeout(60):
-        with pytest.raises(SessionClosed, match="the session was ended"):
+        with pytest.raises(SessionClosed):
             await listener.next()
     listener.slot = place
     await service.calls.release(listener)

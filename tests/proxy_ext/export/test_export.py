@@ -47,7 +47,7 @@ async def fill(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("serving", [True, False])
-async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> None:
+async def test_each_session_is_exported_once(rank: Rank, tmp_path: Path, serving: bool) -> None:
     await fill(rank)
     if not serving:
         await rank.stop()
@@ -66,7 +66,9 @@ async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> N
 
 
 @pytest.mark.service
-async def test_filters(rank: Rank, tmp_path: Path) -> None:
+async def test_filters_choose_sessions_and_wrong_ones_are_refused(
+    rank: Rank, tmp_path: Path
+) -> None:
     await fill(rank)
     assert export(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
     assert export(tmp_path, "--task", "none").ids == []
@@ -133,7 +135,9 @@ async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
     await rank.start()
 
 
-async def test_a_journal_that_began_anew(rank: Rank, tmp_path: Path) -> None:
+async def test_a_journal_that_began_anew_is_exported_with_the_archives(
+    rank: Rank, tmp_path: Path
+) -> None:
     """The numbers of its sessions are those of others in the archives."""
     await fill(rank)
     await rank.stop()
@@ -183,7 +187,7 @@ async def test_damage_in_the_journal_costs_one_session(rank: Rank, tmp_path: Pat
     change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'a'")
     done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["b"])
-    assert "session a is damaged in the journal" in done.said
+    assert "session a" in done.said
     change(path, "PRAGMA user_version = 1")
     done = export(tmp_path)
     assert (done.code, done.lines) == (1, [])
@@ -212,8 +216,8 @@ async def test_what_is_missing_from_the_journal_costs_one_session(
     path.write_bytes(content)
     done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["b", "d"]), done.said
-    assert "session a is damaged in the journal: 2 of 3 interactions are there" in done.said
-    assert "session c is damaged in the journal: database disk image is malformed" in done.said
+    assert "2 of 3 interactions" in done.said
+    assert "database disk image is malformed" in done.said
     await rank.start()
 
 
@@ -327,7 +331,7 @@ async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, styl
 
 
 @pytest.mark.service
-async def test_styles(start: Start, tmp_path: Path) -> None:
+async def test_each_style_exports_the_same_tokens(start: Start, tmp_path: Path) -> None:
     options = ("user=u", "experiment=e", "trial=t")
     proxy = await start(*options)
     await proxy.admit(9)
@@ -373,14 +377,14 @@ async def test_a_path_that_is_not_exact_is_left_out(start: Start, tmp_path: Path
     assert [line["session_id"] for line in done.lines] == [other["session_id"]]
     assert done.code == 1
     assert f"session {session['session_id']} is left out" in done.said
-    assert "export with style individual" in done.said
+    assert "individual" in done.said
 
 
 def test_the_states_are_all_there_are() -> None:
     assert set(_STATES) == set(SessionState) == set(get_args(protocol.State))
 
 
-def test_it_imports_no_torch(tmp_path: Path) -> None:
+def test_an_export_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys, runpy; sys.argv = ['x', 'root=/nowhere']\n"
         "try: runpy.run_module('proxy_ext.export', run_name='__main__')\n"
@@ -403,4 +407,4 @@ def test_a_trial_that_does_not_exist_is_refused(
     assert main([*where, "trial=frist"]) == 2
     assert "arithmetic/first (user u)" in capsys.readouterr().err
     assert main([*where, "trial=first"]) == 2
-    assert "there are no sessions" in capsys.readouterr().err
+    assert "no sessions" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from any_agent.errors import ConfigError
 from proxy_ext.export.output import output
 from tests.proxy_ext.export.test_export import export
 from tests.support.archives import Rank
+from tests.support.errors import fails_with
 
 LINES = [b"one\n", b"two\n"]
 
@@ -41,7 +42,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_where_a_link_leads(tmp_path: Path, there: bool) -> None:
+def test_what_a_link_leads_to_is_written(tmp_path: Path, there: bool) -> None:
     target, link = tmp_path / "there" / "target", tmp_path / "link"
     target.parent.mkdir()
     if there:
@@ -97,9 +98,8 @@ def test_names_of_no_file(tmp_path: Path) -> None:
         f"{tmp_path}/file/out": "Not a directory",
         f"{tmp_path}/loop": "symbolic links",
     }.items():
-        with pytest.raises(ConfigError) as refused:
+        with fails_with(ConfigError, says, name) as refused:
             write(name)
-        assert says in refused.value.message and name in refused.value.message
         assert ".partial" not in refused.value.message
 
 
@@ -135,9 +135,9 @@ async def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = "File too large"
     assert done.code == 1
-    assert done.said == f"error: cannot write {path}: {said}; what was there before is unchanged\n"
+    assert f"{path}: {said}" in done.said and done.said.count("\n") == 1
     assert path.read_text() == "before"
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     assert standard.returncode == 1
-    assert standard.stderr.decode() == f"error: cannot write the standard output: {said}\n"
+    assert standard.stderr.decode().endswith(f": {said}\n")
     await rank.start()

@@ -90,5 +90,5 @@ def test_a_key_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     frozen = {"model_list": models("http://127.0.0.1:1")}
     ended = run(write_config(tmp_path, tiny_model_dir, frozen=frozen), "--port", "0")
     assert ended.returncode == 2
-    assert f"frozen.model_list refers to {VARIABLE}" in ended.stderr
+    assert VARIABLE in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -22,6 +22,7 @@ from proxy_ext.frozen.provider_responses import MessagesResponse, ids_in
 from proxy_ext.frozen.spend_caps import SpendCaps
 from tests.proxy_ext.test_metrics import scrape
 from tests.proxy_ext.test_tenants import ADMIN, Tenants
+from tests.support.errors import fails_with
 from tests.support.frozen import ANSWER_USD, ScriptedProvider, chat_body, events_of, refused
 from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
@@ -121,7 +122,7 @@ async def test_exports_for_training_leave_them_out(proxy: Proxy) -> None:
         assert b"frozen" not in lines and b"Four it is." not in lines, style
 
 
-async def test_a_session_of_nothing_else(proxy: Proxy) -> None:
+async def test_a_session_of_frozen_calls_alone_has_no_interactions(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     rewarded = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, session["api_key"])
@@ -149,7 +150,9 @@ async def test_texts_are_not_kept_where_none_are(start: Start, provider: Scripte
 # -- caps --------------------------------------------------------------------------------------
 
 
-async def test_a_sessions_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> None:
+async def test_a_sessions_cap_refuses_further_frozen_calls(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
+) -> None:
     config = config_for(tmp_path, CAP)
     async with AsyncExitStack() as stack:
         run = running_proxy(config, chat, engine_url=engine.url, provider=ScriptedProvider())
@@ -165,7 +168,7 @@ async def test_a_sessions_cap(tmp_path: Path, chat: ChatFormat, engine: Scripted
         await events_of(proxy, CHAT, chat_body(), session["api_key"])
         for more in ({}, {"stream": True}):
             said = refused(await judged(proxy, session, **more), 402, "spend_cap_exceeded")
-            assert "has spent 1.11 USD" in said and "frozen.session_usd" in said
+            assert "1.11 USD" in said and "frozen.session_usd" in said
         assert len(provider.judge.asked) == 1
         await proxy.complete(session["api_key"])
         assert (await judged(proxy, other)).is_success
@@ -176,7 +179,7 @@ async def test_a_sessions_cap(tmp_path: Path, chat: ChatFormat, engine: Scripted
         assert done.is_success, done.text
 
 
-async def test_a_refusal_in_anthropics_shape(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_refusal_has_anthropics_shape(start: Start, provider: ScriptedProvider) -> None:
     proxy = await start("frozen.session_usd=0", provider=provider)
     await proxy.admit(10)
     session = await proxy.open(task_id="t")
@@ -188,7 +191,9 @@ async def test_a_refusal_in_anthropics_shape(start: Start, provider: ScriptedPro
     assert not provider.judge.asked
 
 
-async def test_a_tenants_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> None:
+async def test_a_tenants_cap_spans_its_sessions(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
+) -> None:
     config = config_for(tmp_path, ADMIN, "frozen.tenant_usd=2", "server.ranks=2")
     # Of two ranks each enforces its half.
     run: Callable[[], Any] = lambda: running_proxy(  # noqa: E731
@@ -205,13 +210,13 @@ async def test_a_tenants_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedE
         tenants = Tenants(proxy)
         session = (await tenants.open(alice)).json()
         said = refused(await judged(proxy, session), 402, "spend_cap_exceeded")
-        assert "tenant alice has spent 1.11 USD" in said
+        assert "tenant alice has spent 1.11" in said
         await proxy.complete(session["api_key"])
         assert (await judged(proxy, (await tenants.open(bob)).json())).is_success
 
 
 @pytest.mark.parametrize("cap", ["session", "tenant"])
-async def test_a_cap_without_sessions(
+async def test_a_cap_holds_without_sessions(
     tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine, cap: str
 ) -> None:
     """Nothing is trained, and nobody is a tenant."""
@@ -224,7 +229,7 @@ async def test_a_cap_without_sessions(
             assert (await proxy.post(CHAT, chat_body())).is_success
     async with run() as proxy:
         said = refused(await proxy.post(CHAT, chat_body()), 402, "spend_cap_exceeded")
-        assert "has spent 1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
+        assert "1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
 
 
 async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
@@ -240,7 +245,7 @@ async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
     await spent.add(session, "t", 5.0)
     await spent.require(None, "t")
     await spent.add(None, "t", 5.0)
-    with pytest.raises(SpendCapExceeded, match="tenant t, in calls without a session, has spent 5"):
+    with fails_with(SpendCapExceeded, "tenant t", "5"):
         await spent.require(None, "t")
     await spent.require(None, "other")
     await spent.require(None, None)
@@ -249,11 +254,11 @@ async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
     await spent.require(None, "t")
     written = await spent.add(None, "t", 20.0)
     assert {each.key for each in written} == {"frozen_usd/t", "frozen_usd_without_session/t"}
-    with pytest.raises(SpendCapExceeded, match="tenant t has spent 20 USD"):
+    with fails_with(SpendCapExceeded, "tenant t", "20 USD"):
         await spent.require(None, "t")
     # Whoever is no tenant counts as one, within sessions, too.
     await spent.add(session, None, 13.0)
-    with pytest.raises(SpendCapExceeded, match="the caller without a tenant has spent 13 USD"):
+    with fails_with(SpendCapExceeded, "without a tenant", "13 USD"):
         await spent.require(None, "")
 
 
@@ -319,7 +324,7 @@ async def test_what_costs_nobody_knows(start: Start, provider: ScriptedProvider)
     assert (await scrape(proxy))("any_agent_frozen_unpriced_calls_total", model="judge") == 1
     provider.judge.priced = False
     require_prices(FrozenConfig(), provider)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"frozen\.tenant_usd cannot see .* judge; give each"):
+    with fails_with(ConfigError, "frozen.tenant_usd", "judge"):
         require_prices(FrozenConfig(tenant_usd=1), provider)  # type: ignore[call-arg]
 
 
@@ -393,13 +398,17 @@ async def test_tokens_of_another_model_are_not_counted(proxy: Proxy) -> None:
     assert "policy's tokens" in refused(response, 400, "invalid_request")
 
 
-async def test_without_a_session(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_frozen_call_needs_a_session_in_training(
+    start: Start, provider: ScriptedProvider
+) -> None:
     training = await start(provider=provider)
     refused(await training.post(CHAT, chat_body()), 401, "no_session")
     assert not provider.judge.asked
 
 
-async def test_without_training(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_frozen_model_is_called_without_training(
+    start: Start, provider: ScriptedProvider
+) -> None:
     proxy = await start(training=False, provider=provider)
     response = await proxy.post(CHAT, chat_body())
     assert response.is_success

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from any_agent.errors import ConfigError
 from any_agent.rundir import RunDir
 from any_agent.types import SessionState
 from proxy_ext.journal import SQLiteJournal, open_journal
+from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.journal_contract import check_journal
 from tests.support.proxy_fixtures import Start
 
 
-async def test_the_sqlite_journal(tmp_path: Path) -> None:
+async def test_sqlite_keeps_the_journals_contract(tmp_path: Path) -> None:
     url = RunDir(tmp_path / "a trial: é#?%").journal_url(0)
     await check_journal(lambda: open_journal(url))
     journal = open_journal(url)
@@ -23,7 +22,7 @@ async def test_the_sqlite_journal(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_the_journal_of_the_document() -> None:
+async def test_the_documents_journal_keeps_the_contract() -> None:
     run_code_of("Add a journal")
     await check_journal(lambda: open_journal("memory://contract"))
 
@@ -45,5 +44,5 @@ async def test_a_rank_on_the_journal_of_the_document(start: Start) -> None:
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no journal for ftp:// \(.*sqlite"):
+    with fails_with(ConfigError, "ftp://", "sqlite"):
         open_journal("ftp://host/0")

@@ -12,6 +12,7 @@ import pytest
 
 from any_agent.errors import StartupError, StoreFull, StoreUnavailable
 from proxy_ext.journal import EraseContent, PutInteraction, PutMeta, open_journal
+from tests.support.errors import fails_with
 from tests.support.journal import make_interaction
 from tests.support.journal_contract import check_journal
 from tests.support.redis_journal import (
@@ -27,7 +28,9 @@ from tests.support.redis_journal import (
 from tests.support.redis_server import RedisServer
 
 
-async def test_the_contract(tmp_path: Path, shared_server: RedisServer) -> None:
+async def test_redis_keeps_the_journals_contract(
+    tmp_path: Path, shared_server: RedisServer
+) -> None:
     machine = Machine(tmp_path, shared_server.url, "a")
     await check_journal(machine.open)
 
@@ -82,7 +85,7 @@ async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) 
     with pytest.raises(StoreUnavailable):
         await put(loser, "late")
     assert loser.stats.lost
-    with pytest.raises(StoreUnavailable, match="another process"):
+    with fails_with(StoreUnavailable, "another process"):
         await ids(loser)
     await put(winner, "s2")
     assert await ids(winner) == ["s1", "s2"]
@@ -96,7 +99,7 @@ async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) 
 async def test_a_living_owner_keeps_its_rank(tmp_path: Path, shared_server: RedisServer) -> None:
     first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
     journal = first.open()
-    with pytest.raises(StartupError, match="is carried by process"):
+    with fails_with(StartupError, "process"):
         await asyncio.to_thread(second.open)
     await put(journal, "s1")
     await journal.close()
@@ -108,7 +111,7 @@ async def test_a_killed_server(tmp_path: Path, server: RedisServer) -> None:
     await put(journal, "s1")
     server.kill()
     for _ in range(3):
-        with pytest.raises(StoreUnavailable, match="Redis"):
+        with fails_with(StoreUnavailable, "Redis"):
             await put(journal, "lost")
     assert await ids(journal) == ["s1"]
     server.start()
@@ -176,12 +179,14 @@ async def test_a_cancelled_write_is_over_when_its_caller_is(
     await journal.close()
 
 
-async def test_a_full_server(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_full_server_loses_nothing_acknowledged(
+    tmp_path: Path, server: RedisServer
+) -> None:
     journal = Machine(tmp_path, server.url, "a").open()
     await put(journal, "s1")
     with server.client() as client:
         client.config_set("maxmemory", "1mb")
-        with pytest.raises(StoreFull, match="no room"):
+        with pytest.raises(StoreFull):
             await put(journal, "s2")
         assert journal.stats.full
         assert await ids(journal) == ["s1"]
@@ -214,7 +219,7 @@ async def test_an_emptied_server_and_a_lost_machine(tmp_path: Path, server: Redi
     await journal.close()
     with server.client() as client:
         client.flushall()
-    with pytest.raises(StartupError, match="is gone, and the journal's last home was"):
+    with fails_with(StartupError, "gone"):
         second.open()
     journal = first.open()
     assert await ids(journal) == ["s1"]
@@ -225,7 +230,7 @@ async def test_an_emptied_server_and_a_lost_machine(tmp_path: Path, server: Redi
     with server.client() as client:
         client.flushall()
     # The first machine still has a file, but not everything.
-    with pytest.raises(StartupError, match="is gone, and the journal's last home was"):
+    with fails_with(StartupError, "gone"):
         first.open()
 
 
@@ -236,7 +241,7 @@ async def test_a_trimmed_log_is_refused(tmp_path: Path, server: RedisServer) -> 
     with server.client() as client:
         client.xtrim(log_key(server), maxlen=1, approximate=False)
     stop(journal)
-    with pytest.raises(StartupError, match="has no commit 1, but 3"):
+    with fails_with(StartupError, "commit 1", "3"):
         await asyncio.to_thread(second.open)
 
 
@@ -254,7 +259,9 @@ async def test_erased_content_leaves_the_log(tmp_path: Path, server: RedisServer
     assert b"i1" not in snapshot.read_bytes()
 
 
-async def test_a_journal_from_before_redis(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_journal_from_before_redis_goes_on_there(
+    tmp_path: Path, server: RedisServer
+) -> None:
     first, second = (Machine(tmp_path, server.url, name) for name in "ab")
     journal = open_journal(first.run.journal_url(0))
     await put(journal, "s1")

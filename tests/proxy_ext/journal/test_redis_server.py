@@ -22,6 +22,7 @@ from any_agent.rundir.registry import RegistryEntry
 from proxy_ext.journal import Journal
 from proxy_ext.journal.redis_server import LogOptions, ServerCheck
 from proxy_ext.web.quota_server import QuotaServer
+from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.redis_journal import Machine, ids, log_key, put, stop, until_asked, until_written
 from tests.support.redis_server import RedisServer
@@ -31,19 +32,19 @@ from tests.support.waiting import until
 @pytest.mark.service
 async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> None:
     machine = Machine(tmp_path, server.url, "a")
-    with pytest.raises(ConfigError, match=r"journal_replicas is 1, and .* has 0"):
+    with fails_with(ConfigError, "journal_replicas is 1", "has 0"):
         machine.open(replicas=1)
     follow = ("--replicaof", "127.0.0.1", str(server.port))
     with RedisServer(tmp_path / "replica", *follow) as replica:
         await until_asked(
             server, lambda client: client.info("replication")["connected_slaves"] == 1
         )
-        with pytest.raises(ConfigError, match="read-only replica"):
+        with fails_with(ConfigError, "read-only replica"):
             Machine(tmp_path, replica.url, "a").open()
         journal = machine.open(replicas=1)
         await put(journal, "s1")
         replica.pause()
-        with pytest.raises(StoreUnavailable, match="0 of 1 replicas"):
+        with fails_with(StoreUnavailable, "0 of 1 replicas"):
             await put(journal, "alone")
         replica.go_on()
         await until_written(journal, "s2")
@@ -53,7 +54,7 @@ async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> 
     await journal.close()
 
 
-async def test_a_socket(tmp_path: Path) -> None:
+async def test_a_server_at_a_socket_is_used(tmp_path: Path) -> None:
     socket = tmp_path / "s"
     with RedisServer(tmp_path / "redis", "--unixsocket", str(socket)):
         journal = Machine(tmp_path, f"unix://{socket}", "a").open()
@@ -64,18 +65,18 @@ async def test_a_socket(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("--maxmemory-policy", "allkeys-lru"), "may evict any key"),
-        (("--appendonly", "no"), "keeps nothing over its own end"),
-        (("--appendfsync", "everysec"), "may lose its last second"),
-        (("--requirepass", "secret-word"), "refuses the login"),
+        (("--maxmemory-policy", "allkeys-lru"), "maxmemory-policy allkeys-lru"),
+        (("--appendonly", "no"), "appendonly no"),
+        (("--appendfsync", "everysec"), "appendfsync everysec"),
+        (("--requirepass", "secret-word"), "login"),
     ],
 )
-async def test_servers_that_promise_too_little(
+async def test_servers_that_promise_too_little_are_refused(
     tmp_path: Path, settings: tuple[str, str], message: str
 ) -> None:
     with RedisServer(tmp_path / "redis", *settings) as server:
         machine = Machine(tmp_path, server.url, "a")
-        with pytest.raises((ConfigError, StartupError), match=message) as refused:
+        with fails_with((ConfigError, StartupError), message) as refused:
             machine.open()
         assert "secret-word" not in str(refused.value)
         if "everysec" in settings:
@@ -106,9 +107,9 @@ class Answers:
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (b"redis_version:6.2.14\r\naof_enabled:1\r\n", "is Redis 6.2.14: the journal needs 7.0"),
-        (b"# Server\r\n", "its answers cannot be understood"),
-        (b"redis_version:seven\r\n", "its answers cannot be understood"),
+        (b"redis_version:6.2.14\r\naof_enabled:1\r\n", "6.2.14"),
+        (b"# Server\r\n", "understood"),
+        (b"redis_version:seven\r\n", "understood"),
     ],
 )
 def test_a_server_that_is_too_old_or_strange(info: bytes, message: str) -> None:
@@ -117,19 +118,19 @@ def test_a_server_that_is_too_old_or_strange(info: bytes, message: str) -> None:
     settings = {b"appendfsync": b"always"}
     check(Answers(b"redis_version:7.0.15\r\naof_enabled:1\r\n", settings))
     assert "each commit is on the server's disk" in check.promise
-    with pytest.raises(redis.RedisError, match=message) as refused:
+    with fails_with(redis.RedisError, message) as refused:
         check(Answers(info, settings))
     assert "secret" not in str(refused.value)
 
 
-async def test_no_server(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_server_that_does_not_run_is_named(tmp_path: Path, server: RedisServer) -> None:
     server.kill()
-    with pytest.raises(StartupError, match=r"127.0.0.1:\d+/0 cannot be used.*running"):
+    with fails_with(StartupError, "127.0.0.1:", "/0", "running"):
         Machine(tmp_path, server.url, "a").open()
 
 
 @pytest.mark.service
-async def test_a_cluster(tmp_path: Path) -> None:
+async def test_a_cluster_keeps_the_journal(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:
         with server.client() as client:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
@@ -158,7 +159,7 @@ async def test_tls_and_a_login_that_may_do_no_more_than_it_must(tmp_path: Path) 
         with server.client() as client:
             client.execute_command("ACL", "SETUSER", "rank", "on", ">secret-word", *permissions())
         url = f"rediss://rank:secret-word@127.0.0.1:{port}/0"
-        with pytest.raises(StartupError, match="certificate verify failed"):
+        with fails_with(StartupError, "certificate verify failed"):
             Machine(tmp_path, url, "a").open()
         url += f"?ssl_ca_certs={certificate}"
         journal = Machine(tmp_path, url, "a").open()
@@ -171,7 +172,7 @@ async def test_tls_and_a_login_that_may_do_no_more_than_it_must(tmp_path: Path) 
         await asyncio.to_thread(use_registry, url)
         with server.client() as client:
             client.execute_command("ACL", "SETUSER", "rank", "-info")
-        with pytest.raises(StartupError, match=r"refuses the login.*permission") as refused:
+        with fails_with(StartupError, "login", "permission") as refused:
             Machine(tmp_path, url, "a").open()
         assert "secret-word" not in str(refused.value)
 
@@ -265,7 +266,7 @@ async def until_refused(journal: Journal, reason: str) -> None:
 
 
 @pytest.mark.service
-async def test_sentinel_and_a_failover(tmp_path: Path) -> None:
+async def test_a_failover_loses_nothing_acknowledged(tmp_path: Path) -> None:
     with pair_with_sentinel(tmp_path) as (one, two, url):
         journal = Machine(tmp_path, url, "a").open(replicas=1)
         await put(journal, "s1")

@@ -14,6 +14,7 @@ from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.journal import MarkDelivered, SessionRow, Statement
 from tests.proxy_ext.leases.test_leases import state
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -66,7 +67,7 @@ async def test_finalized_ones_and_those_of_another_trainer(proxy: Proxy) -> None
     waiting = (await proxy.finished_session())["session_id"]
     assert [t.session_id for t in await replay(proxy, waiting, owner="first")] == [waiting]
     assert [t.session_id for t in await replay(proxy, waiting)] == [waiting]
-    with pytest.raises(Conflict, match="not leased by first"):
+    with fails_with(Conflict, "first"):
         await proxy.client.ack(owner="first", trained=[waiting], rejected=[])
     assert await proxy.client.ack(owner="next", trained=[waiting], rejected=[]) == 1
 
@@ -80,18 +81,16 @@ async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> Non
     await proxy.export(exported)
     aborted = (await proxy.open())["session_id"]
     await proxy.post(f"/rl/v1/sessions/{aborted}/abort", {})
-    with pytest.raises(Conflict) as raised:
+    with fails_with(Conflict, code="not_replayable") as raised:
         await replay(proxy, trained, running, exported, aborted)
-    assert raised.value.code == "not_replayable"
     for named in (f"{running} is open", f"{exported} is leased", f"{aborted} is aborted"):
         assert named in raised.value.message
     # All or none.
     assert await state(proxy, trained) == "trained"
-    with pytest.raises(NotFound) as unknown:
+    with fails_with(NotFound, code="session_not_found"):
         await replay(proxy, "ses-0-0000000000000000")
     # By this a resume knows that the rank has lost what it held.
-    assert unknown.value.code == "session_not_found"
-    with pytest.raises(InvalidRequest, match="session_ids"):
+    with fails_with(InvalidRequest, "session_ids"):
         await proxy.client.request("POST", "/lease", {"owner": "next", "replay": True})
 
 

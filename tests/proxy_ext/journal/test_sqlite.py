@@ -62,7 +62,7 @@ def finalize(session_id: str, reward: float) -> tuple[Statement, ...]:
     )
 
 
-async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
+async def test_what_is_committed_is_read_back(journal: SQLiteJournal, tmp_path: Path) -> None:
     first = make_row("s1", group_id="g", group_size=2, task_id="t", created_at=1.0)
     second = make_row("s2", group_id="g", group_size=2, mode="eval", created_at=0.5)
     parent = make_interaction("i1", "s1")
@@ -95,7 +95,7 @@ async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
     parent.untrainable_reason = "undelivered"
     await journal.commit(PutInteraction(parent))
     await journal.close()
-    with pytest.raises(StoreBusy, match="closed"):
+    with pytest.raises(StoreBusy):
         await journal.commit(PutMeta("x", 1))
     again = SQLiteJournal(tmp_path / "j" / "rank-0.sqlite")
     stored = await again.interactions("s1")
@@ -152,7 +152,7 @@ async def test_what_a_reward_is_made_of(journal: SQLiteJournal) -> None:
     assert await journal.reward_parts("s2", None) == ({}, 0)
 
 
-async def test_marked_requests(journal: SQLiteJournal) -> None:
+async def test_a_requests_mark_and_delivery_are_kept(journal: SQLiteJournal) -> None:
     mark = RequestMark(b"hash", 1)
     await journal.commit(
         PutInteraction(make_interaction("i1", "s1"), b"key", mark),
@@ -254,7 +254,7 @@ async def test_answers_are_kept_once_and_dropped_by_age(journal: SQLiteJournal) 
     assert await journal.answer("admin", "k") is None
 
 
-async def test_states_of_a_session(journal: SQLiteJournal) -> None:
+async def test_each_state_of_a_session_is_read_back(journal: SQLiteJournal) -> None:
     first = make_row(
         "s1", tenant="t", opened_by="tenant t (key 1)", pinned_version=3, clock="boot 12.5"
     )
@@ -273,7 +273,7 @@ async def test_states_of_a_session(journal: SQLiteJournal) -> None:
     assert await journal.session("s1") == replace(final, state=SessionState.LEASED, owner="o")
 
 
-async def test_erased_content(journal: SQLiteJournal, tmp_path: Path) -> None:
+async def test_erased_content_is_nowhere_on_disk(journal: SQLiteJournal, tmp_path: Path) -> None:
     for k in ("1", "2"):
         interaction = make_interaction(f"i{k}", f"s{k}")
         interaction.message_delta = [{"role": "user", "content": f"canary-{k}" * 3000}]
@@ -326,7 +326,7 @@ async def test_what_there_is_of_names(journal: SQLiteJournal) -> None:
     assert sorted(await journal.group_ids()) == ["g", "h"]
 
 
-async def test_the_highest_number_of_a_task(journal: SQLiteJournal) -> None:
+async def test_the_highest_number_of_a_task_is_found(journal: SQLiteJournal) -> None:
     assert await journal.last_number("task-0-") is None
     for id in ("task-0-9", "task-0-10", "task-0-77-0-80", "task-0-x", "task-1-99", "task-0.5"):
         await journal.commit(PutSession(make_row(id)))
@@ -335,7 +335,7 @@ async def test_the_highest_number_of_a_task(journal: SQLiteJournal) -> None:
     assert await journal.last_number("tas-0-") is None
 
 
-async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:
+async def test_the_newest_session_of_a_lane_is_found(journal: SQLiteJournal) -> None:
     for k, at in enumerate((1.0, 3.0, 3.0, 2.0)):
         await journal.commit(PutSession(make_row(f"s{k}", lane="lane", created_at=at)))
     newest = await journal.session_of_lane("lane")
@@ -458,14 +458,16 @@ async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_a_full_disk(journal: SQLiteJournal, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_refuses_writes_until_there_is_space(
+    journal: SQLiteJournal, caplog: pytest.LogCaptureFixture
+) -> None:
     """As SQLite reports it; what was acknowledged before stays readable."""
     await journal.commit(PutMeta("a", 1))
     execute = journal._writer.connection.execute
     (pages,) = execute("PRAGMA page_count").fetchone()
     execute(f"PRAGMA max_page_count = {pages + 1}")
     for _ in range(3):
-        with pytest.raises(StoreFull, match="nothing was recorded") as refused:
+        with pytest.raises(StoreFull) as refused:
             await journal.commit(PutMeta("big", "x" * 100_000), PutMeta("small", 1))
     assert (refused.value.status, refused.value.code) == (507, "store_full")
     assert int(refused.value.headers()["Retry-After"]) >= 1
@@ -512,7 +514,7 @@ async def test_a_disk_that_is_gone_ends_no_writer(
 
     monkeypatch.setattr(os, "statvfs", gone)
     async with asyncio.timeout(60):
-        with pytest.raises(StoreUnavailable, match="cannot be written"):
+        with pytest.raises(StoreUnavailable):
             await journal._writer.submit(writer.JournalJob(fails, writes=True))
         await journal.commit(PutMeta("a", 1))
 

@@ -12,6 +12,7 @@ from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.protocol.rl import EPOCH_HEADER
 from any_agent.protocol.training import Rejection
 from proxy_ext.server import entry_of
+from tests.support.errors import fails_with
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -41,7 +42,7 @@ async def test_a_replaced_trainer_can_do_nothing(start: Start, deed: str) -> Non
         assert await old.lease(owner="old", wait=0) is None
         await new.set_capacity(limit=3, ttl=60, owner="new", held=[])
         before = (await proxy.http.get("/rl/v1/run")).json()
-        with pytest.raises(StaleOwner, match="start 2 of the trainer has taken over from start 1"):
+        with fails_with(StaleOwner, "start 2", "start 1"):
             await DEEDS[deed](old)
         assert (await proxy.http.get("/rl/v1/run")).json() == before
         assert (await proxy.capacity())["limit"] == 3

@@ -15,6 +15,7 @@ from any_agent.record import unpack_trajectories
 from proxy_ext import leases
 from proxy_ext.journal import Statement
 from proxy_ext.leases import _CONFIRM_TIMEOUT
+from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -54,7 +55,7 @@ async def test_a_lease_carries_everything(proxy: Proxy, engine: ScriptedEngine) 
     assert interaction.prompt_delta_ids.tolist() == engine.requests[0]["input_ids"]
 
 
-async def test_max_groups(proxy: Proxy) -> None:
+async def test_a_lease_has_max_groups_groups(proxy: Proxy) -> None:
     for k in range(3):
         await proxy.finished_session(task_id=f"t{k}", group_size=1)
     body = {"owner": "t", "wait": 0, "max_groups": 2}
@@ -143,7 +144,7 @@ async def test_a_new_trainer_takes_back_what_the_last_one_had(proxy: Proxy) -> N
     await proxy.admit(10, owner="new")
     (trajectory,) = await proxy.lease(owner="new")
     assert trajectory.session_id == session["session_id"]
-    with pytest.raises(Conflict, match="not leased by old"):
+    with fails_with(Conflict, "old"):
         await proxy.client.ack(owner="old", trained=[session["session_id"]], rejected=[])
     assert await state(proxy, exported["session_id"]) == "leased"
     assert await proxy.client.ack(owner="new", trained=[session["session_id"]], rejected=[]) == 1
@@ -245,7 +246,7 @@ async def test_a_slow_message_does_not_undo_a_later_one(
     assert (await proxy.capacity())["limit"] == 3
 
 
-async def test_ack(proxy: Proxy) -> None:
+async def test_an_ack_ends_sessions_once(proxy: Proxy) -> None:
     one, two, three = [(await proxy.finished_session())["session_id"] for _ in range(3)]
     for _ in range(3):
         await proxy.lease()
@@ -257,7 +258,7 @@ async def test_ack(proxy: Proxy) -> None:
     info = (await proxy.http.get(f"/rl/v1/sessions/{two}")).json()
     assert (info["state"], info["reason"]) == ("rejected", "zero_variance")
     assert (await proxy.capacity())["buffered"] == 1
-    with pytest.raises(Conflict, match="trained"):
+    with fails_with(Conflict, "trained"):
         await proxy.client.ack(
             owner="trainer", trained=[], rejected=[Rejection(session_id=one, reason="x")]
         )
@@ -328,7 +329,7 @@ async def test_an_export_that_is_refused_leases_nothing(proxy: Proxy) -> None:
     assert [t.session_id for t in await proxy.lease()] == [id]
 
 
-async def test_export_discounts(proxy: Proxy) -> None:
+async def test_an_export_discounts_later_rewards(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     first = await proxy.complete(key, max_tokens=5)
@@ -341,7 +342,7 @@ async def test_export_discounts(proxy: Proxy) -> None:
 # -- weight updates ----------------------------------------------------------------------------
 
 
-async def test_a_weight_update(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_weight_update_goes_on_amid_a_call(proxy: Proxy, engine: ScriptedEngine) -> None:
     session = await proxy.open()
     engine.hold(3)
     call = asyncio.create_task(proxy.complete(session["api_key"]))
@@ -361,7 +362,7 @@ async def test_a_weight_update(proxy: Proxy, engine: ScriptedEngine) -> None:
     assert resumed["sampling_params"]["max_new_tokens"] == 5
     assert (await proxy.http.get("/rl/v1/version")).json() == {"version": 5, "step": 1}
     assert (await proxy.open())["version"] == 5
-    with pytest.raises(Conflict, match="versions only grow"):
+    with fails_with(Conflict, "versions"):
         await proxy.client.publish_version(version=4, path="x", step=2)
 
 

@@ -21,6 +21,7 @@ from any_agent.errors import ConfigError
 from proxy_ext.litellm_app import is_outage
 from tests.proxy_ext.test_process import run
 from tests.support import litellm
+from tests.support.errors import fails_with
 from tests.support.frozen import refused
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO
@@ -37,20 +38,20 @@ def model(name: str, **params: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"model_list": [model("actor")]}, "actor is a name of the policy"),
+        ({"model_list": [model("actor")]}, "actor is a name"),
         ({"router_settings": {"model_group_alias": {"actor": "x"}}}, "actor is a name"),
         ({"litellm_settings": {"fallbacks": [{"x": ["policy"]}]}}, "policy is a name"),
         ({"litellm_settings": {"default_fallbacks": ["policy"]}}, "policy is a name"),
-        ({"general_settings": {"custom_auth": "mine.auth"}}, "remove general_settings.custom_auth"),
-        ({"general_settings": {"master_key": "sk-another-key"}}, "must be the service's admin key"),
-        ({"general_settings": {"master_key": "os.environ/K"}}, "must be the service's admin key"),
+        ({"general_settings": {"custom_auth": "mine.auth"}}, "general_settings.custom_auth"),
+        ({"general_settings": {"master_key": "sk-another-key"}}, "ANY_AGENT_SERVER__ADMIN_KEY"),
+        ({"general_settings": {"master_key": "os.environ/K"}}, "ANY_AGENT_SERVER__ADMIN_KEY"),
     ],
 )
 def test_what_contradicts_the_service_is_named(
     tmp_path: Path, data: dict[str, Any], said: str
 ) -> None:
     path = litellm.write_litellm(tmp_path, data)
-    with pytest.raises(ConfigError, match=said) as error:
+    with fails_with(ConfigError, said) as error:
         check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-of-the-environment"})
     assert "sk-another-key" not in str(error.value) and "sk-of" not in str(error.value)
 
@@ -73,13 +74,13 @@ def test_a_master_key_that_is_the_admin_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "cannot read"), ("- a list", "must be a mapping"), ("a: [", "is not valid YAML")],
+    [(None, "No such file"), ("- a list", "mapping"), ("a: [", "YAML")],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "litellm.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with fails_with(ConfigError, said):
         check_litellm_config(str(path), POLICY, None, {})
 
 
@@ -91,13 +92,13 @@ def test_its_secrets_are_known_for_redaction(tmp_path: Path) -> None:
     assert set(found) == {"sk-written-in-the-file", "of-the-environment"}
 
 
-def test_one_list_of_models() -> None:
+def test_two_lists_of_models_are_refused() -> None:
     entry = {
         "model_name": "judge",
         "litellm_params": {"model": "openai/x", "api_key": "os.environ/K"},
     }
     both = {"litellm": {"config": "x.yaml"}, "frozen": {"model_list": [entry]}}
-    with pytest.raises(ValueError, match=r"litellm\.config and frozen\.model_list are both set"):
+    with fails_with(ValueError, "litellm.config", "frozen.model_list"):
         Config.model_validate(both)
 
 
@@ -129,7 +130,7 @@ async def said_at_the_end(config: Path, engine_url: str) -> str:
 def test_a_rank_names_what_contradicts_it(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = start(tmp_path, tiny_model_dir, {"model_list": [model("policy")]})
     ended = run(config, "--port", "0")
-    assert ended.returncode == 2 and "policy is a name of the policy" in ended.stderr
+    assert ended.returncode == 2 and "policy is a name" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -164,7 +165,7 @@ async def test_a_guardrail_that_is_not_there(
 
 
 def test_a_veto_is_a_guardrails() -> None:
-    with pytest.raises(ValueError, match=r"policy_vetoes names b: add it to policy_guardrails"):
+    with fails_with(ValueError, "policy_vetoes", "policy_guardrails"):
         LiteLLMConfig(policy_guardrails=("a",), policy_vetoes=("a", "b"))
 
 

@@ -19,6 +19,7 @@ from proxy_ext.sessions.grading import Grader, GraderFailed
 from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -164,7 +165,7 @@ async def test_a_group_waits_for_its_members_reward(proxy: Proxy) -> None:
     assert leased == {first["session_id"], second["session_id"]}
 
 
-async def test_the_client(proxy: Proxy) -> None:
+async def test_the_client_gives_late_rewards(proxy: Proxy) -> None:
     """The same by `RLClient`."""
     client = proxy.client
     session = await client.start_session(ttl=100)
@@ -179,7 +180,7 @@ async def test_the_client(proxy: Proxy) -> None:
     assert (info.state, info.final_reward) == ("finalized", 0.5)
 
 
-async def test_the_metrics(proxy: Proxy) -> None:
+async def test_metrics_count_rewards_and_how_they_came(proxy: Proxy) -> None:
     session = await awaiting(proxy)
     await proxy.post("/rl/v1/set_reward", {"reward": {"a": 1, "b": 1}}, session["api_key"])
     await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
@@ -225,7 +226,9 @@ async def test_a_grader_may_be_async_and_give_names(start: Start) -> None:
 
 
 @pytest.mark.service
-async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
+async def test_a_grader_that_misbehaves_costs_its_session_alone(
+    start: Start, tmp_path: Path
+) -> None:
     """Never trained on, the reason says why, and the next one is graded all the same."""
     proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=8")
     pid = tmp_path / "pid"
@@ -308,9 +311,9 @@ async def test_what_ails_one_grade_leaves_no_other_without_an_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(grader._pool._pool, "schedule", fails)
-        with pytest.raises(GraderFailed, match="no more processes"):
+        with fails_with(GraderFailed, "processes"):
             await grader.grade(hangs)
-    with pytest.raises(GraderFailed, match="of all calls were ended"):
+    with fails_with(GraderFailed, "ended"):
         await hanging
     try:
         assert await grader.grade({"metadata": {"how": "fine"}}) == {None: 1.0}
@@ -346,29 +349,29 @@ async def test_nothing_is_read_for_a_grade_whose_turn_is_far_off(
     ("name", "says"),
     [
         (f"{GRADERS}.missing", "missing"),
-        ("tests.proxy_ext.no_such_module.f", "No module named"),
-        (f"{GRADERS}.not_callable", "cannot be called"),
+        ("tests.proxy_ext.no_such_module.f", "no_such_module"),
+        (f"{GRADERS}.not_callable", "not_callable"),
     ],
 )
 async def test_a_grader_that_is_not_there(name: str, says: str) -> None:
     grader = Grader(name, timeout=30)
     try:
-        with pytest.raises(GraderFailed, match=says):
+        with fails_with(GraderFailed, says):
             await grader.check()
     finally:
         await grader.close()
 
 
-def test_settings_of_graders() -> None:
+def test_wrong_settings_of_graders_are_refused_by_name() -> None:
     for settings, says in (
-        (["sessions.late_reward=grade"], "needs sessions.grader"),
+        (["sessions.late_reward=grade"], "sessions.grader"),
         (["sessions.grader=nodots"], "module.function"),
         (["sessions.grader=a.b; import os"], "module.function"),
-        (["sessions.reward_weights={a b: 1}"], "is not a valid name for a reward"),
-        (["sessions.reward_weights={a: .inf}"], "must lie within"),
-        (["sessions.reward_weights={a: .nan}"], "must lie within"),
+        (["sessions.reward_weights={a b: 1}"], "a b"),
+        (["sessions.reward_weights={a: .inf}"], "within"),
+        (["sessions.reward_weights={a: .nan}"], "within"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with fails_with(ConfigError, says):
             load_config(None, settings, {})
 
 

@@ -164,7 +164,7 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     async with asyncio.timeout(60):
         await proxy.client.set_run("finished", step=7, checkpoint="/ckpt")
         for task in opens:
-            with pytest.raises(RunFinished, match="training has ended"):
+            with pytest.raises(RunFinished):
                 await task
     response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
     assert response.status_code == 409
@@ -299,7 +299,7 @@ async def test_group_sizes_must_agree(proxy: Proxy) -> None:
     error = await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
     assert error["message"].endswith("has group_size 3, not 2; send group_size 3")
     error = await refused(proxy, 409, "group_size_mismatch", group_id="g")
-    assert "not 2 (the default, sessions.group_size); send group_size 3" in error["message"]
+    assert "sessions.group_size" in error["message"] and "group_size 3" in error["message"]
     await proxy.open(group_id="g", group_size=3)
 
 
@@ -431,7 +431,7 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
     assert (await one).status_code == 200
 
 
-async def test_a_key_of_another_rank(start: Start) -> None:
+async def test_a_key_of_another_rank_is_sent_there(start: Start) -> None:
     proxy = await start()
     _, key = signer(proxy).mint(3)
     await refused(proxy, 409, "lane_on_other_rank", api_key=key, mode="eval")

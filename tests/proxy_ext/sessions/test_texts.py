@@ -13,6 +13,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.types import Interaction
+from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, config_for, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -168,7 +169,7 @@ async def test_an_answer_that_reached_nobody(
 
 
 def test_a_grader_needs_what_was_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="store_content"):
+    with fails_with(ConfigError, "store_content"):
         config_for(
             tmp_path,
             "sessions.store_content=false",

@@ -14,6 +14,7 @@ from any_agent.config import Config, TrainConfig, load_config
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
 from any_agent.launcher.node_role import NodeRole, TrainingNodes, trainer_arguments
+from tests.support.errors import fails_with
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.from_config import policy_config
 from trainer.model import PolicyConfig
@@ -42,16 +43,16 @@ def test_other_processes_than_configured_are_refused_by_name() -> None:
     require_processes(1, {})
     require_processes(2, started(0, 4, 2))
     require_processes(1, started(0, 4, 2))
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
+    with fails_with(ConfigError, "torchrun --nproc-per-node 2"):
         require_processes(2, {})
-    with pytest.raises(ConfigError, match=r"train\.processes=2"):
+    with fails_with(ConfigError, "train.processes=2"):
         require_processes(4, started(0, 4, 2))
 
 
 def test_more_processes_than_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(ConfigError, match=r"process 4 .* there are 3; set train\.processes=3"):
+    with fails_with(ConfigError, "process 4", "train.processes=3"):
         join("cuda")
 
 

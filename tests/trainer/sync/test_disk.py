@@ -23,6 +23,7 @@ from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingErro
 from any_agent.rundir.checksums import sound, write_manifest
 from any_agent.rundir.fleet import Fleet as Ranks
 from any_agent.rundir.registry import RegistryEntry
+from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
 from tests.support.ports import own_port
 from trainer.sync import NewWeights, base
@@ -203,7 +204,9 @@ async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) 
     assert away.events[-3:] == WHOLE
 
 
-async def test_a_proxy_that_restarts_in_between(engines: tuple[Engine, Engine]) -> None:
+async def test_a_proxy_that_restarts_in_between_is_told_again(
+    engines: tuple[Engine, Engine],
+) -> None:
     fleet = Fleet(*engines)
     fleet.clients[1].fails = [ServiceUnavailable("away"), ServiceUnavailable("away")]
     async with engines[0].serve(), engines[1].serve():
@@ -227,7 +230,7 @@ async def test_one_that_never_takes_them(
     engines[0].answers = [answer]
     fleet = Fleet(*engines)
     async with engines[0].serve(), engines[1].serve():
-        with pytest.raises(EngineUnavailable, match=r"rank 0 did not take version 7"):
+        with fails_with(EngineUnavailable, "rank 0", "version 7"):
             await update(fleet, load_timeout=3)
     assert fleet.clients[1].events == WHOLE
     assert fleet.clients[0].events[-1] == "resume"
@@ -238,7 +241,7 @@ async def test_one_that_refuses_them_is_not_asked_again(engines: tuple[Engine, E
     engines[0].answers = [400]
     fleet = Fleet(*engines)
     async with engines[0].serve(), engines[1].serve():
-        with pytest.raises(TrainingError, match="refused version 7"):
+        with fails_with(TrainingError, "version 7"):
             await update(fleet)
     assert [client.events for client in fleet.clients.values()] == [["pause", "resume"], WHOLE]
 
@@ -337,6 +340,6 @@ async def test_a_folder_that_engines_find_damaged_is_written_anew(
     # A refusal of whole weights is no reason to write them again.
     engines[0].answers = [400]
     async with engines[0].serve(), engines[1].serve():
-        with pytest.raises(TrainingError, match="refused version 7"):
+        with fails_with(TrainingError, "version 7"):
             await update(fleet, new=new)
     assert len(written) == 2

@@ -12,6 +12,7 @@ import torch
 
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
 from any_agent.rollout import RankClients
+from tests.support.errors import fails_with
 from trainer.sync import transports as distributed
 from trainer.sync.base import NewWeights
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
@@ -74,7 +75,7 @@ async def test_where_nccl_has_never_worked_weights_go_by_gloo(
     caplog.set_level(logging.WARNING)
     way, engine = GroupTransport(timeout=5, cuda=True), Told()
     await way.open([engine])
-    with pytest.raises(EngineUnavailable, match="NCCL error"):
+    with fails_with(EngineUnavailable, "NCCL error"):
         await way.send([engine], BUCKET, "loading-1")
     for _ in range(2):
         await way.open([engine])
@@ -82,7 +83,7 @@ async def test_where_nccl_has_never_worked_weights_go_by_gloo(
     built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
     assert built == ["nccl", "gloo"]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "install the same torch in both environments" in said and torch.__version__ in said
+    assert torch.__version__ in said
 
 
 async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,7 @@ async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     await way.open([engine])
     await way.send([engine], BUCKET, "loading-1")
     monkeypatch.setattr(Group, "one_kind", False)
-    with pytest.raises(EngineUnavailable, match="NCCL error"):
+    with fails_with(EngineUnavailable, "NCCL error"):
         await way.send([engine], BUCKET, "loading-1")
     await way.open([engine])
     built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
@@ -119,24 +120,22 @@ def test_another_process_is_not_taken_on_trust() -> None:
     assert checks.needs_proof(Told("2"))
 
 
-@pytest.mark.parametrize("told", [{"tp_size": "two"}, {"tp_size": [2]}])
-async def test_garbage_of_an_engine_is_worth_another_try(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        *(("/server_info", {"tp_size": size}) for size in ("two", [2])),
+        *(("/weights_checker", {"ranks": ranks}) for ranks in ([{}], [1], 7, [{"checksums": 3}])),
+    ],
+    ids=str,
+)
+async def test_garbage_of_an_engine_is_worth_another_try(path: str, told: dict[str, Any]) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=told)
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        with pytest.raises(EngineUnavailable, match="answered /server_info"):
-            await EngineClient(0, "http://10.0.0.1:1", http, timeout=5).fetch_info()
-
-
-@pytest.mark.parametrize("ranks", [[{}], [1], 7, [{"checksums": 3}]], ids=str)
-async def test_checksums_that_are_none(ranks: Any) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={"ranks": ranks})
-
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        with pytest.raises(EngineUnavailable, match="answered /weights_checker"):
-            await EngineClient(0, "http://10.0.0.1:1", http, timeout=5).checksums()
+        client = EngineClient(0, "http://10.0.0.1:1", http, timeout=5)
+        with fails_with(EngineUnavailable, path):
+            await (client.fetch_info() if path == "/server_info" else client.checksums())
 
 
 # -- one try ----------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ async def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone()
     async def replaced(_: EngineClient) -> None:
         raise Conflict("another trainer has taken over")
 
-    with pytest.raises(Conflict, match="taken over"):
+    with fails_with(Conflict, "taken over"):
         await one._each(replaced)
     await one._leave()
     assert engine.posts == []
