@@ -126,7 +126,7 @@ def test_another_base_is_refused(saved: Path, tiny_model_dir: Path, tmp_path: Pa
 def test_a_checkpoint_of_all_weights_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     policy = Policy.load(tiny_model_dir)
     path = save_checkpoint(tmp_path, policy, tiny_model_dir, {})
-    with fails_with(ConfigError, "train.lora"):
+    with fails_with(ConfigError, "LoRA", "train.lora"):
         load_checkpoint(path, CONFIG)
 
 

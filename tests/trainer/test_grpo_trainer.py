@@ -335,7 +335,7 @@ def test_what_is_trained_may_be_named_by_the_settings(config: Config, fakes: Non
             return SimpleNamespace(heartbeat=nullcontext, train=lambda: True)
 
     with Noting(named(config, workflow=name, eval_workflow="x.y"), train_dataset=[{}]) as trainer:
-        with fails_with(ConfigError, "x"):
+        with fails_with(ConfigError, "'x'"):
             trainer.train()
         assert runs == []
     with Noting(named(config, workflow=name), train_dataset=[{}]) as trainer:

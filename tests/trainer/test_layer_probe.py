@@ -114,10 +114,7 @@ def test_without_a_compiler_nothing_is_compiled(
         assert one.train(rows) == expected.train(rows)
 
 
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [(failing, "cannot be compiled"), (bent, r"compute otherwise when compiled \(by ")],
-)
+@pytest.mark.parametrize(("backend", "reason"), [(failing, "cannot"), (bent, "otherwise")])
 @pytest.mark.service
 def test_layers_that_do_not_compile_are_refused(
     backend: Any, reason: str, monkeypatch: pytest.MonkeyPatch, use: Use
@@ -126,7 +123,7 @@ def test_layers_that_do_not_compile_are_refused(
     monkeypatch.setattr(
         trainer.layer_probe, "compiled", lambda f, **_: compiled(f, backend=backend, dynamic=True)
     )
-    with fails_with(StartupError, f"Qwen3ForCausalLM {reason}", "train.compile=false"):
+    with fails_with(StartupError, "Qwen3ForCausalLM", reason, "train.compile=false"):
         policy(compile=True)
 
 

@@ -157,7 +157,7 @@ class UpdatesContract:
                 if one is shape:
                     await client.require_model()
                 else:
-                    with fails_with(ConfigError, "model"):
+                    with fails_with(ConfigError, url):
                         await client.require_model()
             finally:
                 await client.close()
