@@ -1,4 +1,4 @@
-"""A monitor of the parts' registry entries, for parts that hang and for full disks."""
+"""A monitor of a run's registry and folders: parts that hang, full disks, damaged weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.launcher.component import Component
+from any_agent.rundir.checksums import damaged_folders
+from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import (
     HEARTBEAT,
     SILENT_AFTER,
@@ -33,7 +35,8 @@ class RegistryMonitor:
     """Kills a ready part that no longer writes its registry entry, and an engine that hangs.
 
     Engines write no entry: each one's rank writes for how long it has not answered. It also prints
-    a line when the disk of a part is full, and when it has space again.
+    a line when the disk of a part is full, when it has space again, and when a part set damaged
+    weights or a damaged checkpoint aside.
     """
 
     folder: Path
@@ -50,6 +53,7 @@ class RegistryMonitor:
         self._heartbeats: dict[str, _Heartbeat] = {}
         self._full: set[str] = set()
         self._hung: set[str] = set()
+        self._damaged = self._set_aside()
 
     def poll(self) -> None:
         """Check every entry, at most once per heartbeat; call it several times a second."""
@@ -72,6 +76,7 @@ class RegistryMonitor:
         self._registry.refresh()
         self._check_engines()
         self._check_disks()
+        self._check_damage()
 
     def _measure_silence(self, part: Component, passed: float) -> None:
         stamp = read_stamp(self.folder, part.name) if part.state == "ready" else None
@@ -108,3 +113,17 @@ class RegistryMonitor:
             elif not why and entry.name in self._full:
                 self._full.remove(entry.name)
                 self.say(f"{label} its disk has space again")
+
+    def _check_damage(self) -> None:
+        now = self._set_aside()
+        for path in sorted(now - self._damaged):
+            self.say(
+                f"run       damaged weights were set aside as {path}: the newest whole ones are "
+                f"used instead; the reason is in the logs in {self.folder.parent / 'logs'}"
+            )
+        self._damaged = now
+
+    def _set_aside(self) -> set[Path]:
+        run = RunDir(self.folder.parent)
+        roots = (run.checkpoints, run.weights)
+        return {root / name for root in roots for name in damaged_folders(root)}

@@ -11,6 +11,8 @@ import pytest
 from any_agent.launcher.component import Component
 from any_agent.launcher.registry_monitor import SILENCE_TIMEOUT as TIMEOUT
 from any_agent.launcher.registry_monitor import RegistryMonitor
+from any_agent.rundir.checksums import sound
+from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
 
 KILLED = f"has sent no heartbeat for {TIMEOUT:g} s"
@@ -170,3 +172,22 @@ def test_an_engine_that_its_rank_hears_nothing_of_is_killed_once(lab: Lab) -> No
     rank_says(0.0)
     rank_says(TIMEOUT + 1)
     assert lab.killed == ["engine-0"] * 2
+
+
+def test_weights_that_are_set_aside_are_said_once(tmp_path: Path) -> None:
+    now, said = 0.0, list[str]()
+    run = RunDir(tmp_path / "run")
+    run.create()
+    (run.checkpoints / "damaged-step-00000001").mkdir()
+    monitor = RegistryMonitor(run.registry, {}, said.append, clock=lambda: now)
+    for folder in (run.checkpoints / "step-00000002", run.weights / "v00000003"):
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        assert not sound(folder)
+        for _ in range(3):
+            now += 2.0
+            monitor.poll()
+    assert [line.partition(" ")[0] for line in said] == ["run", "run"], "none of an earlier start"
+    assert str(run.checkpoints / "damaged-step-00000002") in said[0]
+    assert str(run.weights / "damaged-v00000003") in said[1]
+    assert all(str(run.logs) in line for line in said)
