@@ -20,6 +20,10 @@ from any_agent.rundir.registry import (
 )
 
 SILENCE_TIMEOUT = 30.0  # seconds without a heartbeat after which a part is killed
+ROUTER_TIMEOUT = 3.0
+"""The same of the router, without which nobody is served. It restarts within a second or two and
+keeps no state. Only time in which another part is heard counts: a disk that stalls, or a machine
+that stands still, silences all of them."""
 
 
 @dataclass(slots=True)
@@ -28,6 +32,8 @@ class _Heartbeat:
     """The process's id, and the stamp of its last entry."""
     silence: float = 0.0
     """Seconds since the entry changed."""
+    alone: float = 0.0
+    """Those of them in which another part's entry changed."""
 
 
 @dataclass(eq=False)
@@ -67,6 +73,7 @@ class RegistryMonitor:
         for part in self.parts.values():
             # During a longer pause of this process the others may have been suspended, too.
             self._measure_silence(part, min(passed, 2 * HEARTBEAT))
+        self._check_router(min(passed, 2 * HEARTBEAT))
         # If all parts are silent, the disk accepts no writes, or does not show them.
         if any(beat.silence < SILENT_AFTER for beat in self._heartbeats.values()):
             silent = [n for n, b in self._heartbeats.items() if b.silence >= SILENCE_TIMEOUT]
@@ -77,6 +84,16 @@ class RegistryMonitor:
         self._check_engines()
         self._check_disks()
         self._check_damage()
+
+    def _check_router(self, passed: float) -> None:
+        router = self._heartbeats.get("router")
+        if router is None or not router.silence:
+            return
+        if any(not beat.silence for beat in self._heartbeats.values()):
+            router.alone += passed
+        if router.alone >= ROUTER_TIMEOUT:
+            del self._heartbeats["router"]
+            self.parts["router"].kill(f"has sent no heartbeat for {ROUTER_TIMEOUT:g} s")
 
     def _measure_silence(self, part: Component, passed: float) -> None:
         stamp = read_stamp(self.folder, part.name) if part.state == "ready" else None
