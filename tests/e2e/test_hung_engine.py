@@ -1,4 +1,4 @@
-"""Engines and ranks that are stopped under a real service, which has to notice it by itself."""
+"""Engines, ranks and routers that are stopped under a real service, which notices it by itself."""
 
 from __future__ import annotations
 
@@ -197,6 +197,40 @@ def test_opens_leave_a_stopped_rank_and_a_dead_one(served: tuple[Node, list[str]
         print(f"opened after {took:.1f} s without the dead rank")
 
     asyncio.run(lab.run(work()))
+
+
+def test_a_stopped_router_is_replaced(served: tuple[Node, list[str]]) -> None:
+    node, said = served
+    lab = Lab(node, said)
+
+    async def work() -> None:
+        await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
+        router = node.parts["router"]
+        first, restarts = router.pid, router.restarts
+        with stopped(first):
+            answer = asyncio.create_task(_answered(node.url))
+
+            async def replaced() -> bool:
+                return router.restarts > restarts
+
+            noticed = await lab.becomes(replaced, NOTICED + BUSY)
+            took = await asyncio.wait_for(answer, 120)
+        print(f"noticed after {noticed:.1f} s, the first 200 after {took:.1f} s")
+        assert router.pid != first
+        await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
+
+    asyncio.run(lab.run(work()))
+
+
+async def _answered(url: str) -> float:
+    """Return the seconds until a client that asks again and again is answered."""
+    began = time.monotonic()
+    while True:
+        async with httpx.AsyncClient(base_url=url, timeout=1) as http:
+            with suppress(httpx.HTTPError):
+                if (await http.get("/healthz")).status_code == 200:
+                    return time.monotonic() - began
+        await asyncio.sleep(0.1)
 
 
 def test_a_dead_engine_and_a_stopped_one_of_engine_urls(

@@ -257,6 +257,7 @@ def test_a_part_that_hangs_is_killed_and_comes_back(
     lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_monitor, "SILENCE_TIMEOUT", 4.0)
+    seconds = registry_monitor.ROUTER_TIMEOUT if name == "router" else 4
     with lab.node() as node:
         checked_until(node, lambda: node.parts["trainer"].state == "ready")
         part = node.parts[name]
@@ -264,7 +265,7 @@ def test_a_part_that_hangs_is_killed_and_comes_back(
         checked_until(node, lambda: part.restarts and part.state == "ready")
     label = f"{name.replace('-', ' '):<9}"
     assert [line for line in lab.said if line.startswith(label)][-3:] == [
-        f"{label} has sent no heartbeat for 4 s; killing it",
+        f"{label} has sent no heartbeat for {seconds:g} s; killing it",
         f"{label} ended by SIGKILL; starting it again",
         f"{label} ready again",
     ]

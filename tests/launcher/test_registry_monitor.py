@@ -9,8 +9,10 @@ from typing import cast
 import pytest
 
 from any_agent.launcher.component import Component
+from any_agent.launcher.registry_monitor import ROUTER_TIMEOUT, RegistryMonitor
 from any_agent.launcher.registry_monitor import SILENCE_TIMEOUT as TIMEOUT
-from any_agent.launcher.registry_monitor import RegistryMonitor
+from any_agent.rundir.checksums import sound
+from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
 
 KILLED = f"has sent no heartbeat for {TIMEOUT:g} s"
@@ -42,6 +44,7 @@ class Lab:
         self.now = 0.0
         self.beats = 0
         self.parts = {name: FakePart(self, name) for name in ("engine-0", "rank-0", "trainer")}
+        self.router = FakePart(self, "router")
         self.rank, self.trainer = self.parts["rank-0"], self.parts["trainer"]
         parts = cast(dict[str, Component], self.parts)
         self.monitor = RegistryMonitor(registry, parts, print, clock=lambda: self.now)
@@ -74,6 +77,29 @@ def test_who_is_silent_too_long_is_killed(lab: Lab) -> None:
     lab.pass_(3, lab.trainer)
     assert lab.rank.killed == [KILLED]
     assert lab.killed == ["rank-0"]
+
+
+def test_a_silent_router_is_killed_within_five_seconds(lab: Lab) -> None:
+    lab.parts["router"] = lab.router
+    lab.pass_(20, lab.rank, lab.trainer, lab.router)
+    lab.pass_(2.5, lab.rank, lab.trainer)
+    assert lab.killed == []
+    lab.pass_(2.5, lab.rank, lab.trainer)
+    assert lab.router.killed == [f"has sent no heartbeat for {ROUTER_TIMEOUT:g} s"]
+    # Killed once: its next life writes another entry.
+    lab.router.pid = 2
+    lab.pass_(TIMEOUT, lab.rank, lab.trainer, lab.router)
+    assert lab.killed == ["router"]
+
+
+def test_a_disk_that_stalls_kills_no_router(lab: Lab) -> None:
+    """All write again once it goes on, the router perhaps a moment later than the others."""
+    lab.parts["router"] = lab.router
+    for _ in range(10):
+        lab.pass_(5, lab.rank, lab.trainer, lab.router)
+        lab.pass_(TIMEOUT / 2)
+        lab.pass_(1, lab.rank, lab.trainer)
+    assert lab.killed == []
 
 
 def test_one_that_cannot_be_killed_is_not_killed_all_the_time(lab: Lab) -> None:
@@ -170,3 +196,22 @@ def test_an_engine_that_its_rank_hears_nothing_of_is_killed_once(lab: Lab) -> No
     rank_says(0.0)
     rank_says(TIMEOUT + 1)
     assert lab.killed == ["engine-0"] * 2
+
+
+def test_weights_that_are_set_aside_are_said_once(tmp_path: Path) -> None:
+    now, said = 0.0, list[str]()
+    run = RunDir(tmp_path / "run")
+    run.create()
+    (run.checkpoints / "damaged-step-00000001").mkdir()
+    monitor = RegistryMonitor(run.registry, {}, said.append, clock=lambda: now)
+    for folder in (run.checkpoints / "step-00000002", run.weights / "v00000003"):
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        assert not sound(folder)
+        for _ in range(3):
+            now += 2.0
+            monitor.poll()
+    assert [line.partition(" ")[0] for line in said] == ["run", "run"], "none of an earlier start"
+    assert str(run.checkpoints / "damaged-step-00000002") in said[0]
+    assert str(run.weights / "damaged-v00000003") in said[1]
+    assert all(str(run.logs) in line for line in said)
