@@ -17,7 +17,6 @@ import torch
 
 from any_agent.config import TrainConfig
 from any_agent.runtime.ports import free_port
-from benchmarks.common import median
 from benchmarks.peers.training import Bucketed, FullLogits, Peer, Step, Trl
 from benchmarks.training_rows import TrainingRows, length, make_model, make_rows
 from trainer.command_channel import Leader
@@ -80,7 +79,7 @@ def _measured(told: dict[str, Any]) -> dict[str, Any]:
     if policy is not None and policy.leader is not None:
         policy.leader.stop()
     return {
-        "cpu": median(seconds),
+        "cpu": min(seconds),
         "peak": peak,
         "added": peak - before,
         "loss": done.loss,
