@@ -255,7 +255,7 @@ def wanted(args: argparse.Namespace) -> tuple[Bench, dict[str, Workload]]:
         names = args.only or ["W2", "head"]
         importlib.import_module("trl.trainer.grpo_trainer")
     elif args.quick:
-        bench = replace(bench, rounds=args.rounds or 5, enough=4.0)
+        bench = replace(bench, rounds=args.rounds or 3, enough=2.0)
         workloads = QUICK
     return bench, {
         key: workload for name in names for key, workload in workloads.items() if _of(key) == name
