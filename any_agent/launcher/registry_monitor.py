@@ -33,7 +33,7 @@ class _Heartbeat:
     silence: float = 0.0
     """Seconds since the entry changed."""
     alone: float = 0.0
-    """Those of them in which another part's entry changed."""
+    """Seconds of silence in which another part's entry changed."""
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ class BoundedConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        room = self.limit.enter()
+        room = self.limit.enter(self)
         if room != "any":
             self.crowded, self._lingering_time = True, 0.0
         if room == "none":
@@ -42,8 +42,20 @@ class BoundedConnection(web.RequestHandler):
             writing.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.limit.leave()
+        self.limit.leave(self)
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.limit.hear(self, used=self._request_count > 0)
+
+    def close_if_idle(self, answer: bytes) -> bool:
+        """Write ``answer`` and close, if it waits for a request; return whether it did."""
+        idle = self._waiter is not None and not self._waiter.done()
+        if idle and self.transport is not None:
+            cast(asyncio.WriteTransport, self.transport).write(answer)
+            self.force_close()
+        return idle
 
     def handle_error(
         self,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections import OrderedDict
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Protocol
 
 from any_agent.errors import ServiceUnavailable
 
@@ -19,6 +20,7 @@ HEALTH = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Paths that are answered on connections above the bound."""
 _RESERVED = 128  # descriptors for the journal, the registry, logs, pipes, and libraries
 _SPARE = 32  # connections above the bound on which health is answered, and all else refused
+_TRIES = 256  # connections that are looked at to find an idle one
 Room = Literal["any", "health", "none"]
 """The requests for which a connection is taken; with ``none`` it is closed at once."""
 
@@ -42,24 +44,73 @@ def connections_for_descriptors() -> int:
     return max(8, (soft - _RESERVED - _SPARE) // 2)
 
 
+class Connection(Protocol):
+    """A connection of a server."""
+
+    def close_if_idle(self, answer: bytes) -> bool:
+        """Write ``answer`` and close, if no request is being answered; return whether it was so."""
+
+
 class ConnectionLimit:
-    """The bound on a server's connections by its descriptors."""
+    """The bound on a server's connections by its descriptors.
+
+    Far above it, the connection that has been idle for longest makes room for each new one, which
+    may be a probe of the service's health: first those that were above the bound themselves, then
+    those that never had a request.
+    """
 
     def __init__(self) -> None:
         self.most = connections_for_descriptors()
         self.open = 0
         """Number of connections now."""
+        self._crowded: OrderedDict[Connection, None] = OrderedDict()
+        """Connections above the bound, the ones that were heard last at the end."""
+        self._unused: OrderedDict[Connection, None] = OrderedDict()
+        """The other connections without a request yet."""
+        self._used: OrderedDict[Connection, None] = OrderedDict()
 
-    def enter(self) -> Room:
+    def enter(self, connection: Connection) -> Room:
         """Count a new connection, and return what it may be used for."""
         self.open += 1
         if self.open <= self.most:
+            self._unused[connection] = None
             return "any"
-        return "health" if self.open <= self.most + _SPARE else "none"
+        if self.open > self.most + _SPARE and not self._close_one():
+            return "none"
+        self._crowded[connection] = None
+        return "health"
 
-    def leave(self) -> None:
+    def hear(self, connection: Connection, *, used: bool) -> None:
+        """Note that a connection has sent something; ``used``: it has had a request."""
+        if connection in self._crowded:
+            self._crowded.move_to_end(connection)
+        elif connection in self._used:
+            self._used.move_to_end(connection)
+        elif connection in self._unused:
+            if used:
+                del self._unused[connection]
+                self._used[connection] = None
+            else:
+                self._unused.move_to_end(connection)
+
+    def leave(self, connection: Connection) -> None:
         """Count the end of a connection, whatever it was used for."""
         self.open -= 1
+        for known in (self._crowded, self._unused, self._used):
+            known.pop(connection, None)
+
+    def _close_one(self) -> bool:
+        """Close the connection that has been idle for longest; False if none was found."""
+        for known in (self._crowded, self._unused, self._used):
+            answer = b"" if known is self._used else self.answer()
+            for _ in range(min(_TRIES, len(known))):
+                connection = next(iter(known))
+                if connection.close_if_idle(answer):
+                    del known[connection]
+                    return True
+                # Others are looked at first the next time.
+                known.move_to_end(connection)
+        return False
 
     def error(self) -> ServiceUnavailable:
         """Return the refusal of a request on a connection above the bound."""

@@ -37,7 +37,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        room = self.limit.enter()
+        room = self.limit.enter(self)
         if room == "none":
             transport.write(self.limit.answer())
             transport.close()
@@ -47,9 +47,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close_after(_HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limit.leave()
+        self.limit.leave(self)
         self._stop_timer()
         super().connection_lost(exc)
+
+    def close_if_idle(self, answer: bytes) -> bool:
+        """Write ``answer`` and close, if it waits for a request; return whether it did."""
+        idle = self._in_head and not self._answering
+        if idle:
+            self.transport.write(answer)
+            self.transport.close()
+        return idle
 
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._timer is None and not self._answering:
@@ -57,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close_after(_HEAD_SECONDS)
         self._head_bytes += len(data) if self._in_head else 0
         super().data_received(data)
+        self.limit.hear(self, used=self.cycle is not None)
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("")
         if not self._in_head and self._timer is None:

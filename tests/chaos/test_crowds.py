@@ -120,6 +120,35 @@ async def test_waiting_opens_do_not_spend_every_descriptor(
             figure(f"{own}: of 600 opens with 300 descriptors {refused} are refused at once")
 
 
+async def test_idle_sockets_do_not_keep_probes_out(
+    tmp_path: Path, tiny_model_dir: Path, figure: Figure
+) -> None:
+    """Anybody can open them, without a key: those that were idle for longest make room."""
+    with running_target(tmp_path, tiny_model_dir, open_files=256) as target:
+        registry = registry_in(tmp_path)
+        for part, own in ((target.router, "router"), (target.proxy, "rank-0")):
+            async with AsyncExitStack() as stack:
+                agent = await stack.enter_async_context(connected(part))
+                _, key = target.open()
+                await agent.send(request("POST", CHAT, BODY, key=key))
+                assert (await agent.reply()).status == 200
+                for _ in range(600):
+                    await stack.enter_async_context(connected(part))
+                slowest = 0.0
+                for number in range(20):
+                    began = time.monotonic()
+                    path = ("/healthz", "/readyz")[number % 2]
+                    assert (await exchange(part, request("GET", path, key=None))).status == 200
+                    slowest = max(slowest, time.monotonic() - began)
+                await until(has_beaten(registry, own), "a heartbeat")
+                # An agent that came before them is served on its connection.
+                await agent.send(request("POST", CHAT, BODY, key=key))
+                assert (await agent.reply()).status == 200
+            await until(lambda part=part: part.connections < 16, "the connections' end")
+            figure(f"{own}: 20 probes answered 200 beside 600 idle sockets, within {slowest:.2f} s")
+        await asyncio.to_thread(target.alive)
+
+
 async def _spend_descriptors(target: Target, part: Part, registry: Path, own: str) -> int:
     data = request("POST", "/rl/v1/start_session", b'{"wait": 60}')
     async with AsyncExitStack() as stack:

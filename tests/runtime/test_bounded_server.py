@@ -21,7 +21,12 @@ GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nab"
 
 
+async def _before(_: web.Request) -> None:
+    """Keep a request waiting, where a test replaces it."""
+
+
 async def _handle(request: web.Request) -> web.Response:
+    await _before(request)
     try:
         require_room(request)
         body = await read_body(request, 8, 0.2)
@@ -81,15 +86,62 @@ async def test_connections_above_the_bound_are_for_health(monkeypatch: pytest.Mo
         first[1].close()
 
 
-async def test_far_above_the_bound_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with _running(1, monkeypatch) as port:
-        wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        used = await asyncio.open_connection("127.0.0.1", port)
+        used[1].write(GET % b"/")
+        assert (await _answer(used[0]))[0] == 200
+        half_a_head = await asyncio.open_connection("127.0.0.1", port)
+        half_a_head[1].write(b"GET / HT")
+        wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(600)]
+        assert (await half_a_head[0].read()).startswith(b"HTTP/1.1 503 ")
         ends = [asyncio.create_task(reader.read()) for reader, _ in wires]
-        await asyncio.wait(ends[40:])
-        for end in ends[40:]:
-            assert end.result().startswith(b"HTTP/1.1 503 ") and b"Retry-After" in end.result()
+        await asyncio.wait(ends[:500])
+        assert all(end.result().startswith(b"HTTP/1.1 503 ") for end in ends[:500])
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET % b"/health")
+            assert (await _answer(reader))[0] == 200
+            writer.close()
+        # One that had a request goes on, as long as others have had none.
+        used[1].write(GET % b"/")
+        assert (await _answer(used[0]))[0] == 200
         for end, (_, writer) in zip(ends, wires, strict=True):
             end.cancel()
+            writer.close()
+        for _, writer in (used, half_a_head):
+            writer.close()
+
+
+async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing is idle, further connections are refused."""
+    hung: list[asyncio.Future[None]] = []
+
+    async def hang(_: web.Request) -> None:
+        hung.append(asyncio.get_running_loop().create_future())
+        await hung[-1]
+
+    monkeypatch.setattr(f"{__name__}._before", hang)
+    async with _running(1, monkeypatch) as port:
+        wires = []
+        for number in range(33):
+            wires.append(await asyncio.open_connection("127.0.0.1", port))
+            wires[-1][1].write(GET % b"/health")
+            while len(hung) <= number:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in answer
+            writer.close()
+        for one in hung:
+            one.set_result(None)
+        for reader, writer in wires:
+            assert (await _answer(reader))[0] == 200
             writer.close()
 
 

@@ -191,3 +191,56 @@ async def test_connections_above_the_bound_are_for_health(
         first[1].write(GET)
         assert b" 200 " in await first[0].readuntil(b"\r\n\r\n")
     first[1].close()
+
+
+async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedProtocol.limit, "most", BoundedProtocol.limit.open + 1)
+    used = await asyncio.open_connection("127.0.0.1", port)
+    used[1].write(GET)
+    async with asyncio.timeout(LIMIT):
+        assert b" 200 " in await used[0].readuntil(b"\r\n\r\n")
+        wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(600)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in wires]
+        await asyncio.wait(ends[:500])
+        assert all(end.result().startswith(b"HTTP/1.1 503 ") for end in ends[:500])
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET.replace(b"/ ", b"/healthz ", 1))
+            assert b" 200 " in (await reader.read()).split(b"\r\n")[0]
+            writer.close()
+        used[1].write(GET)
+        assert b" 200 " in await used[0].readuntil(b"\r\n\r\n")
+    for end in ends:
+        end.cancel()
+    for _, writer in (used, *wires):
+        writer.close()
+    await until(lambda: BoundedProtocol.limit.open < 2)
+
+
+async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is idle, further connections are refused."""
+    before = BoundedProtocol.limit.open
+    monkeypatch.setattr(BoundedProtocol.limit, "most", before + 40)
+    wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(72)]
+    for number, (_, writer) in enumerate(wires):
+        path = b"/" if number < 40 else b"/healthz"
+        writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n")
+    async with asyncio.timeout(LIMIT):
+        await until(lambda: _busy() == 72)
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert b" 503 " in (await reader.read()).split(b"\r\n")[0]
+            writer.close()
+        for reader, writer in wires:
+            writer.write(b"a")
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+
+
+def _busy() -> int:
+    limit: Any = BoundedProtocol.limit
+    return sum(one.cycle is not None for one in (*limit._used, *limit._crowded))
