@@ -17,6 +17,7 @@ from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
 from any_agent.sdk.run_plan import fingerprint, items_of
+from tests.support.errors import fails_with
 from tests.support.proxy import until
 from tests.support.sdk.runner import ITEMS, asker, leased, places
 from tests.support.sdk.runner_killed import GROUP
@@ -217,7 +218,7 @@ async def test_another_runs_file_is_refused(served: Served, tmp_path: Path) -> N
         ({"group_size": 3}, ITEMS[:2], "group_size 2, not 3"),
         ({"mode": "eval"}, ITEMS[:2], "mode train, not eval"),
     ):
-        with pytest.raises(ConfigError, match=difference):
+        with fails_with(ConfigError, file, difference):
             await runner(file, **settings).arun(agent, data)
     assert file.read_text() == before
     # More epochs of the same are the same run.

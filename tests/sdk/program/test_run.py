@@ -19,6 +19,7 @@ from any_agent.errors import ConfigError
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.program.reward import RewardSource
 from any_agent.sdk.program.run import ProgramGroup, ProgramRun, without_ours
+from tests.support.errors import fails_with
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Serve, Served
@@ -274,13 +275,13 @@ async def test_a_grader_sees_what_was_said(make: Make, served: Served, tmp_path:
     source = RewardSource(grader="said.words", env=env)
     result = await only(make('ask("one two three")', source=source, metadata={"plus": 0.5}))
     assert (result.state, result.reward) == ("finalized", 3.5)
-    with pytest.raises(ConfigError, match="has no attribute 'missing'"):
+    with fails_with(ConfigError, "said", "'missing'"):
         await make(source=RewardSource(grader="said.missing", env=env)).run()
 
 
 async def test_nothing_is_opened_for_a_program_that_is_not_there(make: Make) -> None:
     runs = make(command=["no-such-program"])
-    with pytest.raises(ConfigError, match="there is no program no-such-program on the PATH"):
+    with fails_with(ConfigError, "no-such-program", "PATH"):
         await runs.run()
     assert runs.results[0].session_id is None
 
