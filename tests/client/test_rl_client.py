@@ -339,7 +339,9 @@ async def test_a_503_may_hide_that_sessions_were_leased() -> None:
 
 
 @pytest.mark.parametrize("trust_env", [True, False])
-async def test_proxies_of_the_environment(trust_env: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_used_only_if_they_are_trusted(
+    trust_env: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between parts of one machine they are in the way."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -126,7 +126,9 @@ def test_all_that_is_kept_is_listed(run: RunDir) -> None:
     assert set(kept_weights(_config(run))) == {0, 21}
 
 
-def test_a_checkpoint_that_goes_meanwhile(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_goes_meanwhile_hides_no_other(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint(run, 20, 21)
     checkpoint(run, 30, 31)
     problem = trial.checkpoint_problem

@@ -414,7 +414,7 @@ def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_part_that_has_done_its_work(lab: Lab, when: str) -> None:
+def test_a_part_that_has_done_its_work_is_not_started_again(lab: Lab, when: str) -> None:
     """Before or after it was seen to be ready."""
     ready = serves if when == "after" else lambda _: False
     part = lab.part(FAILS.format(code=0), ready=ready, finishes=True)

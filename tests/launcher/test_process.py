@@ -251,7 +251,7 @@ def test_one_that_native_code_ends_leaves_its_stack_in_its_log(
     assert "Segmentation fault" in said and "in fall" in said
 
 
-def test_the_end_of_a_long_log(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_log_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = SupervisedProcess("child", Command(["x"]), log)
     assert "wrote nothing to its log" in process.last_lines()

@@ -99,5 +99,5 @@ def test_a_damaged_file_is_no_fleet(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     assert load_fleet(path) is None
     path.write_text("[]")
-    with fails_with(StartupError, path, "damaged"):
+    with fails_with(StartupError, f"{path} is damaged"):
         load_fleet(path)

@@ -71,7 +71,7 @@ async def test_a_client_made_without_arguments_does_not_call_openai_unasked(
     assert await given(called) == (url, before.get("OPENAI_API_KEY", PLACEHOLDER_KEY))
 
 
-async def test_what_it_is_given() -> None:
+async def test_an_agent_is_given_what_it_asks_for() -> None:
     async def one(item: Any) -> Any:
         return item
 

@@ -141,7 +141,7 @@ async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> N
         os.close(forked)
 
 
-async def test_one_runner_at_a_time(tmp_path: Path) -> None:
+async def test_a_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     log = opened(file)
     with fails_with(ConfigError, file, "another runner"):
@@ -155,7 +155,9 @@ def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Told to everybody who waits; no part of a line stays behind."""
     file = tmp_path / "r.jsonl"
     await written(file)
@@ -181,7 +183,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert file.read_bytes().startswith(before)
 
 
-async def test_without_a_file() -> None:
+async def test_without_a_file_nothing_is_written() -> None:
     log = ResultsLog(None)
     log.open()
     await log.begin(HEADER)

@@ -67,7 +67,7 @@ async def test_each_item_is_a_group_of_runs(served: Served, tmp_path: Path) -> N
     assert served.tenant_key not in file.read_text()
 
 
-async def test_what_an_agent_may_be(served: Served) -> None:
+async def test_functions_classes_and_objects_are_agents(served: Served) -> None:
     """Functions, classes and objects; coroutines and what blocks; with a session or without."""
     url = f"{served.url}/v1"
 
@@ -293,7 +293,7 @@ async def test_a_session_within_a_run_is_another_one(served: Served) -> None:
     assert [len(one.interactions) for one in await leased(served.proxy)] == [2, 2]
 
 
-async def test_evaluations(serve: Serve) -> None:
+async def test_evaluations_need_no_slot_and_are_pinned(serve: Serve) -> None:
     """They need no slot, belong to no group, and are pinned."""
     served = await serve(slots=0)
 

@@ -140,7 +140,7 @@ def test_a_pipe_or_a_folder_holds_no_url_and_blocks_nobody(tmp_path: Path, place
     assert find_service(tmp_path.as_uri()).url == tmp_path.as_uri()
 
 
-async def test_a_service_that_was_not_there_yet(serve: Serve, place: Path) -> None:
+async def test_a_service_that_was_not_there_yet_is_waited_for(serve: Serve, place: Path) -> None:
     async with RLClient(place.as_uri(), retry_for=0.1) as client:
         with fails_with(ServiceUnavailable, place):
             await client.run_info()
@@ -158,7 +158,7 @@ async def test_a_service_that_was_not_there_yet(serve: Serve, place: Path) -> No
     await opening.__aexit__(None, None, None)
 
 
-async def test_a_client_of_the_rl_routes(serve: Serve, place: Path) -> None:
+async def test_a_client_of_the_rl_routes_follows_the_service(serve: Serve, place: Path) -> None:
     """It has no connection where the service was, looks again, and finds it."""
     served = await serve()
     put(place, "http://127.0.0.1:9")
@@ -178,7 +178,7 @@ async def test_a_client_of_the_rl_routes(serve: Serve, place: Path) -> None:
 
 
 @pytest.mark.parametrize("get", CLIENTS)
-async def test_clients_that_know_the_earlier_place(
+async def test_clients_that_know_the_earlier_place_are_sent_to_the_new_one(
     get: Get, first: Server, second: Server, place: Path
 ) -> None:
     write(place, first.url)
@@ -220,7 +220,7 @@ async def test_the_key_goes_to_nobody_who_came_to_the_earlier_place(
     assert len(first.keys) == len(second.keys) > 3
 
 
-async def test_the_client_that_waits(second: Server, place: Path) -> None:
+async def test_a_client_that_waits_is_sent_to_the_new_place(second: Server, place: Path) -> None:
     """It is sent again to where the service has moved meanwhile."""
     write(place, "http://127.0.0.1:9")
 
@@ -241,7 +241,7 @@ async def test_the_client_that_waits(second: Server, place: Path) -> None:
     assert [path for path, _ in second.seen] == ["/v1/x"]
 
 
-def test_only_below_the_earlier_place(place: Path) -> None:
+def test_only_urls_below_the_earlier_place_are_moved(place: Path) -> None:
     write(place, "http://10.9.0.1:80/here")
     write(place, "http://10.9.0.2:81")
     assert moved("http://10.9.0.1:80/here/v1/x?y=%2F") == "http://10.9.0.2:81/v1/x?y=%2F"

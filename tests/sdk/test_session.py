@@ -176,7 +176,7 @@ async def test_rewards_after_an_abort_are_refused(served: Served) -> None:
             await other.set_reward(1.0)
 
 
-async def test_an_eval_session(served: Served) -> None:
+async def test_an_eval_session_is_pinned_to_a_version(served: Served) -> None:
     async with AgentSession(mode="eval", version="current") as session:
         await answered(session)
         await session.set_reward(1.0)
@@ -284,7 +284,7 @@ async def test_it_is_entered_once_only(served: Served) -> None:
 # -- blocking --------------------------------------------------------------------------------------
 
 
-async def test_the_blocking_form(served: Served) -> None:
+async def test_the_blocking_form_does_the_same(served: Served) -> None:
     def agent() -> str:
         with AgentSession("task-1", group_size=1) as session:
             assert isinstance(session, Session)

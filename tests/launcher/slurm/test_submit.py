@@ -74,7 +74,7 @@ def test_settings_stand_where_one_likes(
         (f"++engine.key ={KEY}", "ANY_AGENT_ENGINE__KEY"),
     ],
 )
-def test_a_key_is_no_argument(
+def test_a_key_is_refused_as_an_argument(
     argument: str, variable: str, submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submitted("any_agent_grpo.py", "--config", "MY", argument) == 2
