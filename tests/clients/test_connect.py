@@ -10,6 +10,7 @@ import pytest
 from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, PYTHON
 from tests.clients.connect.pages import FOLDER, all_blocks, blocks, pages
 from tests.clients.shipped.agents import AGENTS
+from tests.support.errors import fails_with
 
 
 def test_every_block_has_a_case_and_every_case_a_block() -> None:
@@ -23,7 +24,7 @@ def test_every_block_has_a_case_and_every_case_a_block() -> None:
 def test_a_block_without_a_name_is_found(code: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"<!-- test: one -->\n```bash\ntrue\n```\n\n{code}")
-    with pytest.raises(AssertionError, match=r"page.md has 2 blocks, of which 1 are named"):
+    with fails_with(AssertionError, "page.md", "2 blocks", "1 are named"):
         blocks(page)
 
 

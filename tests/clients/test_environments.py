@@ -22,6 +22,7 @@ from tests.clients.environment import (
     node_with,
     python_with,
 )
+from tests.support.errors import fails_with
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_npm_without_its_environment(
 ) -> None:
     monkeypatch.setenv("CI", "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(pytest.skip.Exception, match="npm is not installed"):
+    with fails_with(pytest.skip.Exception, "npm"):
         node_with("openai-npm")
     npm = tmp_path / "npm"
     npm.write_text("")
@@ -101,13 +102,13 @@ def test_an_environment_is_made_once_for_its_pins(
     assert python_with("one") == one.python
     assert one.python.resolve() == Path(sys.executable).resolve()
     one.pins.write_text("# changed\n")
-    with pytest.raises(pytest.fail.Exception, match="not of its pins"):
+    with fails_with(pytest.fail.Exception, "pins"):
         python_with("one")
     assert make(one)
 
 
 def test_uv_is_tried_twice(one: Environment, calls: list[str]) -> None:
-    with pytest.raises(NotMade, match="no such host"):
+    with fails_with(NotMade, "no such host"):
         make(one)
     assert [" pip " in call for call in calls] == [False, True, True]
     assert not one.is_made

@@ -15,6 +15,7 @@ from any_agent.launcher import trial
 from any_agent.launcher.checkpoint_service import StoredCheckpoint, find_kept, served
 from any_agent.launcher.trial import find_weights, kept_weights, trial_dir
 from any_agent.rundir.layout import RunDir
+from tests.support.errors import fails_with
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def find(run: RunDir, name: str, *more: str) -> StoredCheckpoint:
     return find_kept(name, [f"root={run.path.parents[2]}", "user=me", *more])
 
 
-def test_the_latest_checkpoint(run: RunDir) -> None:
+def test_the_latest_checkpoint_is_found(run: RunDir) -> None:
     checkpoint(run, 20, 21)
     path = checkpoint(run, 40, 42)
     found = find(run, "exp/one")
@@ -70,7 +71,7 @@ def test_the_latest_checkpoint(run: RunDir) -> None:
     assert found.config.model.enable_thinking is False, "its settings are the trial's"
 
 
-def test_one_version(run: RunDir, base: Path) -> None:
+def test_a_version_is_found_by_its_number(run: RunDir, base: Path) -> None:
     path = checkpoint(run, 20, 21)
     checkpoint(run, 40, 42)
     assert find(run, "exp/one@21").weights.path == path
@@ -80,37 +81,36 @@ def test_one_version(run: RunDir, base: Path) -> None:
     assert find(run, "exp/one@45").weights.path == published
 
 
-def test_settings_of_ones_own(run: RunDir) -> None:
+def test_settings_of_ones_own_win(run: RunDir) -> None:
     checkpoint(run, 1, 1)
     found = find(run, "exp/one", "server.ranks=1", "sampling.temperature=0.5")
     assert (found.config.server.ranks, found.config.sampling.temperature) == (1, 0.5)
 
 
-def test_versions_that_are_not_there(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match=r"no complete checkpoint yet in .* versions 0 \(0 is"):
+def test_versions_that_are_not_kept_are_refused_with_those_that_are(run: RunDir) -> None:
+    with fails_with(ConfigError, "no complete checkpoint", "versions 0 "):
         find(run, "exp/one")
     checkpoint(run, 20, 21)
     (checkpoint(run, 40, 42) / "config.json").write_text("{ }")
-    said = r"exp/one has not kept version 42; .* versions 0, 21 \(0 is the initial model"
-    with pytest.raises(ConfigError, match=said):
+    with fails_with(ConfigError, "exp/one ", "version 42", "versions 0, 21 "):
         find(run, "exp/one@42")
 
 
-def test_runs_that_are_not_there(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match=r"no trial exp/two in .* there are exp/one \(user me\)"):
+def test_runs_that_are_not_there_are_refused_with_those_that_are(run: RunDir) -> None:
+    with fails_with(ConfigError, "exp/two", "exp/one (user me)"):
         find(run, "exp/two")
     for name in ("exp", "a/b/c", "exp/one@x", ""):
-        with pytest.raises(ConfigError, match="neither experiment/trial"):
+        with fails_with(ConfigError, repr(name), "experiment/trial@version"):
             find(run, name)
 
 
-def test_a_base_model_that_is_gone(run: RunDir, base: Path) -> None:
+def test_a_base_model_that_is_gone_is_named(run: RunDir, base: Path) -> None:
     (base / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"no model folder"):
+    with fails_with(ConfigError, "config.json", base):
         find(run, "exp/one@0")
 
 
-def test_a_models_folder(base: Path, tmp_path: Path) -> None:
+def test_a_models_folder_is_served_as_it_is(base: Path, tmp_path: Path) -> None:
     found = find_kept(str(base), [f"root={tmp_path}"])
     assert (found.name, found.weights.version) == (str(base), 0)
     other = tmp_path / "other" / "base"
@@ -120,13 +120,15 @@ def test_a_models_folder(base: Path, tmp_path: Path) -> None:
     assert find_kept(str(other)).config.trial != found.config.trial
 
 
-def test_all_that_is_kept(run: RunDir) -> None:
+def test_all_that_is_kept_is_listed(run: RunDir) -> None:
     checkpoint(run, 20, 21)
     (run.checkpoints / "step-00000030.tmp").mkdir()
     assert set(kept_weights(_config(run))) == {0, 21}
 
 
-def test_a_checkpoint_that_goes_meanwhile(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_goes_meanwhile_hides_no_other(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint(run, 20, 21)
     checkpoint(run, 30, 31)
     problem = trial.checkpoint_problem
@@ -145,11 +147,13 @@ def _config(run: RunDir) -> Config:
     return load_config(run.path / "config.yaml", environ={})
 
 
-def test_engines_elsewhere_have_weights_of_their_own(run: RunDir, tmp_path: Path) -> None:
+def test_engines_elsewhere_are_refused_as_they_have_weights_of_their_own(
+    run: RunDir, tmp_path: Path
+) -> None:
     checkpoint(run, 1, 1)
     elsewhere = ["engine.urls=[http://10.0.0.1:3]", "server.ranks=1"]
     with (
-        pytest.raises(ConfigError, match=r"running engines \(engine.urls\)"),
+        fails_with(ConfigError, "engine.urls"),
         served(find(run, "exp/one", *elsewhere), tmp_path / "kept", print),
     ):
         pass
@@ -161,7 +165,7 @@ def test_the_light_install_serves_nothing(
     checkpoint(run, 1, 1)
     monkeypatch.setattr("any_agent.launcher.checkpoint_service.find_spec", lambda name: None)
     with (
-        pytest.raises(ConfigError, match=r'needs torch, .*pip install "any-agent-rl\[serve\]"'),
+        fails_with(ConfigError, "torch", "any-agent-rl[serve]"),
         served(find(run, "exp/one"), tmp_path / "kept", print),
     ):
         pass

@@ -19,6 +19,7 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import component
 from any_agent.launcher.component import Component, describe_exit
 from any_agent.launcher.process import Command, SupervisedProcess
+from tests.support.errors import fails_with
 from tests.support.launcher.children import until
 
 pytestmark = pytest.mark.service
@@ -145,7 +146,7 @@ def test_a_part_that_is_relocated_is_judged_anew(lab: Lab) -> None:
         lab.die(part)
         lab.again(part)
     assert moved == ["ready"]
-    with pytest.raises(StartupError, match="part 0 ended 6 times"):
+    with fails_with(StartupError, "part 0 ", " 6 times"):
         for _ in range(6):
             lab.die(part)
             lab.again(part)
@@ -170,7 +171,7 @@ def test_each_start_has_its_own_arguments(lab: Lab, tmp_path: Path) -> None:
     assert [line for line in log.read_text().splitlines() if line[0] == "["] == ["['v1']", "['v2']"]
 
 
-def test_delays_grow(lab: Lab) -> None:
+def test_the_delay_before_a_restart_grows(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
@@ -218,7 +219,7 @@ def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
     part.start()
     lab.until_ready(part)
     lab.write(part, SAYS.format(code=1))
-    with pytest.raises(StartupError, match=r"ended 6 times .*with code 1 at last[\s\S]*last words"):
+    with fails_with(StartupError, " 6 times", "code 1", "last words"):
         for _ in range(3 * component._MAX_RESTARTS):
             # The first is the ready life, which is killed.
             lab.die(part) if part.restarts == 0 else lab.until_noticed(part)
@@ -243,7 +244,7 @@ def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
     # What the present life comes to.
     steps[0] += 1
     lives(1 + component._MAX_RESTARTS)
-    with pytest.raises(StartupError, match="ended 6 times"):
+    with fails_with(StartupError, " 6 times"):
         lives(1)
 
 
@@ -251,7 +252,7 @@ def test_a_crash_is_a_failure_of_its_own(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()
     lab.until_ready(part)
-    with pytest.raises(StartupError, match=r"ended 6 times \(ended by SIGSEGV"):
+    with fails_with(StartupError, " 6 times", "SIGSEGV"):
         for _ in range(component._MAX_RESTARTS + 1):
             lab.die(part, signal.SIGSEGV)
             lab.now += 2 * component._WINDOW
@@ -286,7 +287,7 @@ def test_slow_deaths_are_counted_too(lab: Lab, number: signal.Signals, most: int
         lab.die(part, number)
         lab.now += SLOWLY
         lab.until_ready(part)
-    with pytest.raises(StartupError, match=f"ended {most + 1} times"):
+    with fails_with(StartupError, f" {most + 1} times"):
         lab.die(part, number)
 
 
@@ -309,7 +310,7 @@ def test_one_that_is_killed_before_each_step_is_given_up_at_last(lab: Lab) -> No
         lab.die(part)
         lab.now += component._LONG_WINDOW
         lab.until_ready(part)
-    with pytest.raises(StartupError, match=f"ended {component._MAX_DEATHS + 1} times"):
+    with fails_with(StartupError, f" {component._MAX_DEATHS + 1} times"):
         lab.die(part)
 
 
@@ -361,18 +362,18 @@ def test_a_refused_configuration_is_not_tried_again(lab: Lab, life: str) -> None
         lab.die(part)
         lab.now += 5
         part.check()
-    with pytest.raises(ConfigError, match=r"part 0 cannot run as it is conf[\s\S]*last words"):
+    with fails_with(ConfigError, "part 0 ", "last words"):
         lab.until_noticed(part)
 
 
-def test_a_part_that_does_not_get_ready(lab: Lab) -> None:
+def test_a_part_that_does_not_get_ready_in_time_ends_the_start(lab: Lab) -> None:
     part = lab.part(SERVES, ready=lambda _: False, timeout=60)
     part.start()
     until(lambda: serves(lab.processes[0]))
     lab.now = 59.9
     part.check()
     lab.now = 60
-    with pytest.raises(StartupError, match=r"part 0 was not ready after 60 s:\n    serves"):
+    with fails_with(StartupError, "part 0 ", "60 s", "\n    serves"):
         part.check()
 
 
@@ -413,7 +414,7 @@ def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_part_that_has_done_its_work(lab: Lab, when: str) -> None:
+def test_a_part_that_has_done_its_work_is_not_started_again(lab: Lab, when: str) -> None:
     """Before or after it was seen to be ready."""
     ready = serves if when == "after" else lambda _: False
     part = lab.part(FAILS.format(code=0), ready=ready, finishes=True)
@@ -522,7 +523,7 @@ def test_a_process_that_is_never_made_is_given_up(lab: Lab) -> None:
     lab.now += 5
     part.check()
     lab.now += 301
-    with pytest.raises(StartupError, match="part 0 could not be started within 300 s"):
+    with fails_with(StartupError, "part 0 ", "within 300 s"):
         part.check()
     read.set()
 
@@ -590,11 +591,11 @@ def test_a_part_that_waits_for_its_restart_is_not_started_by_a_stop(lab: Lab) ->
     ("code", "words"),
     [(0, "ended with code 0"), (143, "ended with code 143"), (-9, "ended by SIGKILL")],
 )
-def test_describe_exit(code: int, words: str) -> None:
+def test_an_exit_is_told_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
-def test_an_unknown_signal() -> None:
+def test_an_unknown_signal_is_told_by_its_number() -> None:
     assert describe_exit(-34 - 10) == "ended by signal 44"
 
 
@@ -641,5 +642,5 @@ def test_a_start_on_a_full_disk_gets_more_time(lab: Lab) -> None:
     assert part.state == "starting"
     full = False
     lab.now += 2 * part.timeout
-    with pytest.raises(StartupError, match="was not ready"):
+    with fails_with(StartupError, "part 0 ", "not ready"):
         part.check()

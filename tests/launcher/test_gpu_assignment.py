@@ -9,6 +9,7 @@ import pytest
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher import Node, NodeOptions, engines
+from tests.support.errors import fails_with
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +27,15 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.device", "engine.device"])
-def test_without_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     without_gpu(monkeypatch)
-    with pytest.raises(ConfigError, match=f"{name}=cuda, but there is no GPU on this machine"):
+    with fails_with(ConfigError, f"{name}=cuda", "no GPU"):
         engines.require_devices(settings(f"{name}=cuda"), trains=True)
     engines.require_devices(settings(f"{name}=auto"), trains=True)
     engines.require_devices(settings(f"{name}=cpu"), trains=True)
 
 
-def test_what_is_not_started_here_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_started_here_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
     engines.require_devices(settings("train.device=cuda"), trains=False)
     elsewhere = settings("engine.device=cuda", "engine.urls=[http://10.0.0.1:3, http://10.0.0.2:3]")
@@ -44,12 +45,12 @@ def test_what_is_not_started_here_needs_none(monkeypatch: pytest.MonkeyPatch) ->
     engines.require_devices(plugins, trains=True)
 
 
-def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_with_a_gpu_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "sees_gpu", lambda: True)
     engines.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
 
 
-def test_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_seen_unless_it_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engines.sees_gpu(tmp_path)
     (tmp_path / "nvidiactl").touch()
     assert engines.sees_gpu(tmp_path)
@@ -58,7 +59,7 @@ def test_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert not engines.sees_gpu(tmp_path)
-        with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES="):
+        with fails_with(ConfigError, "train.device=cuda", "CUDA_VISIBLE_DEVICES="):
             engines.require_devices(settings("train.device=cuda"), trains=True)
 
 
@@ -77,7 +78,7 @@ def test_a_service_tells_it_before_anything_is_started(
     (tmp_path / "model" / "config.json").write_text("{}")
     root, model = tmp_path / "runs", tmp_path / "model"
     config = settings(f"root={root}", f"model.path={model}", "train.device=cuda")
-    with pytest.raises(ConfigError, match="no GPU"):
+    with fails_with(ConfigError, "train.device=cuda", "no GPU"):
         Node(config, NodeOptions(say=lambda _: None)).__enter__()
     assert not root.exists()
 
@@ -107,8 +108,8 @@ def test_where_none_is_left_the_trainer_shares_the_engines() -> None:
     )
 
 
-def test_too_few_are_told_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.gpus=2 need 6 GPUs, and there are 5"):
+def test_too_few_gpus_are_told_by_number() -> None:
+    with fails_with(ConfigError, "engine.gpus=2", "6 GPUs", "are 5"):
         engines.assign_gpus(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
 
 
@@ -127,7 +128,9 @@ def test_engines_that_need_none_leave_them_to_the_trainer(given: str) -> None:
     assert engines.assign_gpus(settings(), (), engines=1, trains=True) == dealt
 
 
-def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_visible_gpus_are_told_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert engines.visible_gpus(tmp_path) == ()
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
@@ -137,7 +140,7 @@ def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert engines.visible_gpus(tmp_path) == seen
 
 
-def test_several_for_an_engine_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_for_an_engine_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    with pytest.raises(ConfigError, match=r"engine\.gpus=2, but there is no GPU"):
+    with fails_with(ConfigError, "engine.gpus=2", "no GPU"):
         engines.require_devices(settings("engine.kind=sglang", "engine.gpus=2"), trains=False)

@@ -14,6 +14,7 @@ from any_agent.launcher.local import SERVICE_SCRIPT as SERVICE
 from any_agent.launcher.local import find_script, is_service, service_script
 from any_agent.launcher.slurm import __main__ as slurm
 from tests.support.e2e.serving import environment
+from tests.support.errors import fails_with
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,7 @@ def test_a_script_is_found_here_first(tmp_path: Path) -> None:
     assert find_script(SERVICE) == Path(SERVICE)
     assert is_service(service_script()) and not is_service(Path(SERVICE))
     for missing in ("train.py", f"other/{SERVICE}"):
-        with pytest.raises(ConfigError, match=f"there is no script {missing} in {tmp_path}"):
+        with fails_with(ConfigError, missing, tmp_path):
             find_script(missing)
 
 

@@ -17,6 +17,7 @@ import pytest
 from any_agent.errors import StartupError
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.rundir.layout import RunDir
+from tests.support.errors import fails_with
 from tests.support.launcher.children import is_alive, until
 
 pytestmark = pytest.mark.service
@@ -97,7 +98,7 @@ def test_the_lock_is_held_until_the_last_child_is_gone(
         launcher.kill()
         launcher.wait()
         assert child.is_running()
-        with pytest.raises(StartupError, match="another service"), folder.lock():
+        with fails_with(StartupError, folder.path, "another service"), folder.lock():
             pass
     finally:
         child.kill()
@@ -250,7 +251,7 @@ def test_one_that_native_code_ends_leaves_its_stack_in_its_log(
     assert "Segmentation fault" in said and "in fall" in said
 
 
-def test_the_end_of_a_long_log(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_log_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = SupervisedProcess("child", Command(["x"]), log)
     assert "wrote nothing to its log" in process.last_lines()

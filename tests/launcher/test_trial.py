@@ -26,6 +26,7 @@ from any_agent.launcher.trial import (
 )
 from any_agent.rundir.checksums import damaged_folders, write_manifest
 from any_agent.rundir.fleet import Fleet, save_fleet
+from tests.support.errors import fails_with
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def test_another_model_is_refused(root: str, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("model: {path: /models/b}\n")
     for file, overrides in ((None, [root, "model.path=/models/b"]), (str(path), [root])):
-        with pytest.raises(ConfigError, match="started from /models/a, not from /models/b"):
+        with fails_with(ConfigError, "from /models/a", "not from /models/b"):
             resolve_config(file, overrides)
     assert resolve_config(None, [root, "model.path=/models/a"]).model.path == "/models/a"
 
@@ -85,7 +86,7 @@ def test_a_trial_that_was_open_to_others_goes_on(
 ) -> None:
     """Its admin key is not among the saved settings."""
     start(root, "model.path=/m", "server.host=0.0.0.0", "server.admin_key=first-admin-key")
-    with pytest.raises(ConfigError, match=r"server\.admin_key must be set"):
+    with fails_with(ConfigError, "server.admin_key"):
         resolve_config(None, [root])
     config = resolve_config(None, [root, "server.admin_key=another-admin-key"])
     assert config.server.host == "0.0.0.0"
@@ -96,7 +97,7 @@ def test_a_trial_that_was_open_to_others_goes_on(
 def test_an_admin_key_of_the_trial_opens_other_addresses(root: str) -> None:
     config = resolve_config(None, [root])
     create_key(trial_dir(config).keys, "tenant", tenant="alice")
-    with pytest.raises(ConfigError, match="any-agent keys create"):
+    with fails_with(ConfigError, "any-agent keys create"):
         resolve_config(None, [root, "server.host=0.0.0.0"])
     create_key(trial_dir(config).keys, "admin")
     assert resolve_config(None, [root, "server.host=0.0.0.0"]).server.host == "0.0.0.0"
@@ -109,7 +110,7 @@ def test_a_job_keeps_the_ranks_that_have_sessions(root: str) -> None:
     require_same_ranks(config, fleet_before(config))
     fleet = Fleet.of(2).with_state(2, "serving").with_state(0, "draining")
     save_fleet(trial_dir(config).fleet, fleet)
-    with pytest.raises(ConfigError, match=r"has the ranks 0, 1, 2, .* cannot change them to 2"):
+    with fails_with(ConfigError, "ranks 0, 1, 2,", "to 2 "):
         require_same_ranks(config, fleet_before(config))
 
 
@@ -129,12 +130,12 @@ def test_a_folder_of_an_older_layout_is_refused_by_name(root: str) -> None:
     run = trial_dir(config)
     (run.path / "config.yaml").write_text("engine: {url: http://old}\n")
     (run.path / "format").unlink()
-    with pytest.raises(ConfigError, match=r"is of format '1', this version reads 2.*another"):
+    with fails_with(ConfigError, "format '1'", "reads 2"):
         resolve_config(None, [root])
     (run.path / "format").write_text("3\n")
-    with pytest.raises(ConfigError, match=r"is of format '3', this version reads 2"):
+    with fails_with(ConfigError, "format '3'", "reads 2"):
         resolve_config(None, [root])
-    with pytest.raises(ConfigError, match="is of format"):
+    with fails_with(ConfigError, "format '3'", "reads 2"):
         run.create()
 
 
@@ -168,7 +169,7 @@ def checkpoint(config: Config) -> Path:
     return path
 
 
-def test_nothing_was_kept_yet(config: Config) -> None:
+def test_where_nothing_was_kept_no_weights_are_found(config: Config) -> None:
     assert latest_weights(config) is None
 
 
@@ -180,7 +181,9 @@ def test_weights_are_served_as_their_own_version(config: Config, checkpoint: Pat
 
 @pytest.mark.parametrize("file", [*FILES, "manifest.json"])
 @pytest.mark.parametrize("how", ["truncated", "gone"])
-def test_a_broken_checkpoint_is_none(config: Config, checkpoint: Path, file: str, how: str) -> None:
+def test_a_broken_checkpoint_is_passed_over(
+    config: Config, checkpoint: Path, file: str, how: str
+) -> None:
     path = checkpoint / file
     if how == "gone":
         path.unlink()
@@ -190,7 +193,7 @@ def test_a_broken_checkpoint_is_none(config: Config, checkpoint: Path, file: str
 
 
 @pytest.mark.parametrize("name", ["", "step-00000019", "../checkpoints/step-00000020"])
-def test_a_pointer_to_nothing(config: Config, checkpoint: Path, name: str) -> None:
+def test_a_pointer_to_nothing_is_passed_over(config: Config, checkpoint: Path, name: str) -> None:
     (checkpoint.parent / "latest").write_text(name)
     assert latest_weights(config) is None
 
@@ -252,7 +255,7 @@ def test_an_engine_starts_with_the_newest_undamaged_weights(
     # Without any whole weights nothing else is served in their place.
     damaged_at_equal_size(checkpoint)
     trial._checked.clear()
-    with pytest.raises(ConfigError, match=r"no weights in .* are whole.*restore one from a copy"):
+    with fails_with(ConfigError, trial_dir(config).path, "no weights"):
         ServedModel(config, None).weights()
 
 
@@ -261,7 +264,7 @@ def test_weights_that_were_asked_for_by_name_are_not_replaced(
 ) -> None:
     damaged_at_equal_size(checkpoint)
     for wanted in ({"step": 20}, {"version": 5}, {}):
-        with pytest.raises(ConfigError, match=r"step-00000020 is damaged: .*restore it"):
+        with fails_with(ConfigError, "step-00000020", "damaged"):
             find_weights(config, **wanted)
     assert checkpoint.is_dir()
 
@@ -270,7 +273,7 @@ def test_a_wrong_grader_is_found_before_anything_starts() -> None:
 
     grade = ("sessions.late_reward=grade", "sessions.grader=")
     for wrong in ("no_such_module.grade", "json.no_such_function"):
-        with pytest.raises(ConfigError, match=wrong.replace(".", r"\.")):
+        with fails_with(ConfigError, f"sessions.grader={wrong}"):
             require_grader(load_config(None, [grade[0], grade[1] + wrong], environ={}))
     require_grader(load_config(None, [grade[0], f"{grade[1]}json.dumps"], environ={}))
     require_grader(load_config(None, [], environ={}))
@@ -286,8 +289,8 @@ def test_a_file_of_weights_that_is_cut_off_is_named(tmp_path: Path) -> None:
     trial.check_model(str(tmp_path))
     for size in (0, 5, 20, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=f"{file} .*it has {size} bytes"):
+        with fails_with(ConfigError, file, f"it has {size} bytes"):
             trial.check_model(str(tmp_path))
     file.write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match=f"must have {len(whole)} bytes"):
+    with fails_with(ConfigError, file, f"must have {len(whole)} bytes"):
         trial.check_model(str(tmp_path))

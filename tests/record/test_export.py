@@ -17,6 +17,7 @@ from any_agent.record import (
     to_tensors,
 )
 from any_agent.types import Continuation
+from tests.support.errors import fails_with
 from tests.support.records import Make
 
 DTYPES = {
@@ -42,7 +43,7 @@ def tree(make: Make) -> InteractionTree:
     )
 
 
-def test_one_interaction(tree: InteractionTree) -> None:
+def test_one_interaction_is_one_row_of_its_own_tokens(tree: InteractionTree) -> None:
     row = interaction_row(tree, "b.1", 2.0)
     assert {k: v.dtype.type for k, v in row.items()} == DTYPES
     assert to_json(row) == {
@@ -75,7 +76,7 @@ def test_tokens_that_a_grammar_decided_are_not_in_the_loss(make: Make) -> None:
     assert (whole["logprobs"] != 0).sum() == 6, "all are recorded"
 
 
-def test_tensors(tree: InteractionTree) -> None:
+def test_tensors_hold_what_the_rows_have(tree: InteractionTree) -> None:
     import torch
 
     tensors = to_tensors(interaction_row(tree, "a", 2.0))
@@ -86,7 +87,7 @@ def test_tensors(tree: InteractionTree) -> None:
     assert {t.shape for n, t in tensors.items() if n != "rewards"} == {torch.Size([4])}
 
 
-def test_individual(tree: InteractionTree) -> None:
+def test_individual_rows_are_one_of_each_interaction(tree: InteractionTree) -> None:
     rewards = propagate_rewards(tree, final_reward=1.0)
     rows = individual_rows(tree, rewards)
     assert {id: int(row["loss_mask"].sum()) for id, row in rows.items()} == {
@@ -98,7 +99,7 @@ def test_individual(tree: InteractionTree) -> None:
         assert row["input_ids"].tolist() == [*tree.prompt_ids(id), *tree[id].output_ids]
 
 
-def test_concat(tree: InteractionTree) -> None:
+def test_concat_rows_are_one_of_each_path(tree: InteractionTree) -> None:
     rows = concat_rows(tree, propagate_rewards(tree, final_reward=1.0))
     assert rows.keys() == {"c", "d"}
     c = rows["c"]
@@ -116,14 +117,14 @@ def test_concat_is_refused_where_a_path_is_not_exact(make: Make) -> None:
             make("c", "b"),
         ]
     )
-    with pytest.raises(Unprocessable, match=r"interaction b .*reasoning was cut"):
+    with fails_with(Unprocessable, "interaction b ", "reasoning", "individual"):
         concat_rows(tree, propagate_rewards(tree))
     assert len(individual_rows(tree, propagate_rewards(tree))) == 3
 
 
-def test_styles(tree: InteractionTree) -> None:
+def test_each_style_has_its_rows_and_another_is_refused(tree: InteractionTree) -> None:
     rewards = propagate_rewards(tree)
     assert export_rows(tree, rewards, "individual").keys() == {n.id for n in tree}
     assert export_rows(tree, rewards, "concat").keys() == {"c", "d"}
-    with pytest.raises(InvalidRequest, match="use individual or concat"):
+    with fails_with(InvalidRequest, "individual", "concat", param="style"):
         export_rows(tree, rewards, "other")

@@ -9,6 +9,7 @@ import pytest
 
 from any_agent.errors import StartupError
 from any_agent.rundir import checksums
+from tests.support.errors import fails_with
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_a_process_that_cannot_read_sets_nothing_aside(
 
     with monkeypatch.context() as patch:
         patch.setattr(checksums, "_checksum", refuse)
-        with pytest.raises(StartupError, match="it stays as it is"):
+        with fails_with(StartupError, folder.name, "refused"):
             checksums.sound(folder)
     assert checksums.sound(folder)
 

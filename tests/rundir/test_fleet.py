@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from any_agent.errors import StartupError
 from any_agent.rundir.fleet import Fleet, FleetFile, RankState, load_fleet, save_fleet
+from tests.support.errors import fails_with
 
 CHANGES = st.lists(
     st.tuples(st.integers(0, 4), st.sampled_from(["joining", "serving", "draining", "drained"])),
@@ -98,5 +99,5 @@ def test_a_damaged_file_is_no_fleet(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     assert load_fleet(path) is None
     path.write_text("[]")
-    with pytest.raises(StartupError, match=r"fleet\.json is damaged .*restore it"):
+    with fails_with(StartupError, f"{path} is damaged"):
         load_fleet(path)

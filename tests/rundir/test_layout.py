@@ -14,6 +14,7 @@ import pytest
 
 from any_agent.errors import StartupError
 from any_agent.rundir.layout import FORMAT, RunDir, read_json, write_json
+from tests.support.errors import fails_with
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_where_files_lie(run: RunDir, tmp_path: Path) -> None:
+def test_each_file_has_its_place(run: RunDir, tmp_path: Path) -> None:
     assert run.path == tmp_path / "me" / "exp" / "trial"
     for folder in (run.weights, run.checkpoints, run.manifests, run.logs):
         assert folder.is_dir()
@@ -72,7 +73,7 @@ def test_one_service_at_a_time(run: RunDir) -> None:
         )
         assert other.returncode == 1
         assert "another service is using" in other.stderr
-        with pytest.raises(StartupError, match="choose another trial"), run.lock():
+        with fails_with(StartupError, run.path, "another service"), run.lock():
             pass
     with run.lock():
         pass
@@ -92,7 +93,7 @@ def test_half_a_secret_is_no_secret(run: RunDir, content: str) -> None:
     """A key signed with it could be forged."""
     run.secret.write_text(content)
     run.secret.chmod(0o600)
-    with pytest.raises(StartupError, match="delete it"):
+    with fails_with(StartupError, run.secret, "no secret"):
         run.signing_secret()
 
 
@@ -136,5 +137,5 @@ def test_a_file_system_without_locks_is_told(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     run = RunDir(tmp_path)
-    with pytest.raises(StartupError, match=r"cannot be locked \(No locks available\)"), run.lock():
+    with fails_with(StartupError, tmp_path, "No locks available"), run.lock():
         pass

@@ -13,6 +13,7 @@ import pytest
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.sdk.agent_callable import AgentCallable
+from tests.support.errors import fails_with
 
 URL = "http://s/k/v1"
 SESSION: Any = SimpleNamespace(
@@ -70,7 +71,7 @@ async def test_a_client_made_without_arguments_does_not_call_openai_unasked(
     assert await given(called) == (url, before.get("OPENAI_API_KEY", PLACEHOLDER_KEY))
 
 
-async def test_what_it_is_given() -> None:
+async def test_an_agent_is_given_what_it_asks_for() -> None:
     async def one(item: Any) -> Any:
         return item
 
@@ -110,20 +111,20 @@ def test_its_name_says_what_is_called() -> None:
 @pytest.mark.parametrize(
     ("agent", "kwargs", "said"),
     [
-        (7, {}, "the agent is a builtins.int"),
-        (SimpleNamespace(), {}, "run"),
-        (object, {}, "has no method run"),
-        (Trained, {"size": 1}, "cannot be instantiated with the arguments size"),
-        (named, {"size": 1}, "is not a class"),
+        (7, {}, "builtins.int"),
+        (SimpleNamespace(), {}, "types.SimpleNamespace"),
+        (object, {}, "method run"),
+        (Trained, {"size": 1}, "arguments size"),
+        (named, {"size": 1}, "agent_kwargs (size)"),
         (lambda: 1.0, {}, "takes no item"),
-        (lambda item, session, tools: 1.0, {}, "unknown argument 'tools'"),
-        ("no_such_module.Agent", {}, "agent 'no_such_module.Agent': there is no module"),
-        (f"{__name__}.Trainee", {}, "did you mean"),
-        (f"{__name__}:Trained", {}, "write a dot, not a colon"),
+        (lambda item, session, tools: 1.0, {}, "'tools'"),
+        ("no_such_module.Agent", {}, "no module 'no_such_module'"),
+        (f"{__name__}.Trainee", {}, f"{__name__}.Trained?"),
+        (f"{__name__}:Trained", {}, f"{__name__}.Trained"),
     ],
 )
-def test_what_is_no_agent(agent: Any, kwargs: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_agent_is_refused(agent: Any, kwargs: dict[str, Any], said: str) -> None:
+    with fails_with(ConfigError, said):
         AgentCallable(agent, kwargs)
 
 
@@ -138,7 +139,7 @@ async def test_what_blocks_has_the_context_of_its_run() -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-async def test_what_it_raises(blocks: bool) -> None:
+async def test_what_it_raises_reaches_its_caller(blocks: bool) -> None:
     def raising(error: BaseException) -> Any:
         def agent(_: Any) -> Any:
             raise error
@@ -148,11 +149,11 @@ async def test_what_it_raises(blocks: bool) -> None:
 
         return agent if blocks else agent_of_the_loop
 
-    with pytest.raises(OSError, match="away"):
+    with fails_with(OSError, "away"):
         await given(raising(OSError("away")))
-    with pytest.raises(AgentFailed, match="raised SystemExit: 3"):
+    with fails_with(AgentFailed, "SystemExit: 3"):
         await given(raising(SystemExit(3)))
-    with pytest.raises(RuntimeError, match="StopIteration"):
+    with fails_with(RuntimeError, "StopIteration"):
         await given(raising(StopIteration(1)))
 
 

@@ -16,6 +16,7 @@ from any_agent import AgentRunner, AgentSession
 from any_agent.chat import ChatFormat
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import SessionClosed
+from tests.support.errors import fails_with
 from tests.support.proxy import config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.sdk.runner import leased, places
@@ -138,7 +139,7 @@ async def test_ends_by_clients_that_name_the_session_themselves(here: Served) ->
             (await http.post("/rl/v1/finalize", json={})).raise_for_status()
     assert await here.state(session.session_id) == "finalized"
     # Of an abort nobody knows here whose it was.
-    with pytest.raises(SessionClosed, match="no good"):
+    with fails_with(SessionClosed, "no good"):
         async with AgentSession() as session, httpx.AsyncClient(base_url=here.url) as http:
             headers = {"Authorization": f"Bearer {session.api_key}"}
             path = f"/rl/v1/sessions/{session.session_id}/abort"
@@ -148,7 +149,7 @@ async def test_ends_by_clients_that_name_the_session_themselves(here: Served) ->
 
 
 async def test_an_abort_by_somebody_else_is_told(here: Served) -> None:
-    with pytest.raises(SessionClosed, match="is aborted"):
+    with fails_with(SessionClosed, "aborted"):
         async with AgentSession() as session:
             await session.openai().chat.completions.create(
                 model="x", messages=[{"role": "user", "content": "Say 1."}], max_tokens=4
@@ -169,7 +170,7 @@ async def test_an_abort_by_somebody_else_is_told(here: Served) -> None:
 
 async def test_one_whose_time_ran_out_is_told(here: Served) -> None:
     service = here.proxy.service
-    with pytest.raises(SessionClosed, match="expired"):
+    with fails_with(SessionClosed, "expired"):
         async with AgentSession() as session:
             await service.endings.expire(await service.sessions.by_id(session.session_id), "late")
 

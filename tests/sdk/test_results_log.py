@@ -12,6 +12,7 @@ import pytest
 from any_agent.errors import ConfigError
 from any_agent.sdk.results import ResultsLog, RunResult, StartedRun
 from any_agent.sdk.run_plan import PlanHeader, RunId
+from tests.support.errors import fails_with
 
 HEADER = PlanHeader("run-1", "00", items=2, group_size=2, mode="train", service="e/t")
 DONE = RunResult(item=0, epoch=0, member=1, state="finalized", reward=1.0, session_id="s-2")
@@ -69,8 +70,8 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ('{"question": "What?"}\n', "line 1 .*header"),
-        ("hello", "has no results"),
+        ('{"question": "What?"}\n', "header of a run"),
+        ("hello", "no results of a runner"),
         ("hello\n", "line 1"),
         ("3\n", "line 1"),
         (json.dumps(HEADER.as_dict()) + '\n{"state": "lost"}\n', "line 2"),
@@ -79,10 +80,12 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
         ('{"any_agent_run": 1, "speed": 2}\n', "line 1"),
     ],
 )
-def test_other_peoples_files(tmp_path: Path, content: str, named: str) -> None:
+def test_a_file_that_is_no_runners_is_refused_and_left_as_it_is(
+    tmp_path: Path, content: str, named: str
+) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=named):
+    with fails_with(ConfigError, file, named):
         opened(file)
     assert file.read_text() == content
 
@@ -101,7 +104,9 @@ async def test_killed_while_it_wrote_its_first_line(tmp_path: Path) -> None:
         assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
 
 
-async def test_half_a_character(tmp_path: Path) -> None:
+async def test_a_character_that_has_no_encoding_is_written_as_a_question_mark(
+    tmp_path: Path,
+) -> None:
     """Of a file's name, or of what a model wrote."""
     file = tmp_path / "r.jsonl"
     await written(file)
@@ -136,21 +141,23 @@ async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> N
         os.close(forked)
 
 
-async def test_one_runner_at_a_time(tmp_path: Path) -> None:
+async def test_a_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     log = opened(file)
-    with pytest.raises(ConfigError, match="another runner is writing"):
+    with fails_with(ConfigError, file, "another runner"):
         opened(file)
     await log.close()
     await opened(file).close()
 
 
-def test_a_file_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot write results"):
+def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
+    with fails_with(ConfigError, tmp_path, "Is a directory"):
         opened(tmp_path)
 
 
-async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Told to everybody who waits; no part of a line stays behind."""
     file = tmp_path / "r.jsonl"
     await written(file)
@@ -176,7 +183,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert file.read_bytes().startswith(before)
 
 
-async def test_without_a_file() -> None:
+async def test_without_a_file_nothing_is_written() -> None:
     log = ResultsLog(None)
     log.open()
     await log.begin(HEADER)

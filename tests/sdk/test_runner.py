@@ -21,6 +21,7 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.sdk import AsyncSession, RunProgress, RunResults, Session
+from tests.support.errors import fails_with
 from tests.support.sdk.runner import ITEMS, asker, leased, places
 from tests.support.sdk_fixtures import Serve, Served
 
@@ -66,7 +67,7 @@ async def test_each_item_is_a_group_of_runs(served: Served, tmp_path: Path) -> N
     assert served.tenant_key not in file.read_text()
 
 
-async def test_what_an_agent_may_be(served: Served) -> None:
+async def test_functions_classes_and_objects_are_agents(served: Served) -> None:
     """Functions, classes and objects; coroutines and what blocks; with a session or without."""
     url = f"{served.url}/v1"
 
@@ -211,7 +212,7 @@ async def test_stop_at_the_first_failure(served: Served, tmp_path: Path) -> None
                 raise ValueError("broken")
             return 1.0
 
-        with pytest.raises(AgentFailed, match=r"item 1 \(epoch 0, run 0\) failed: ValueError: bro"):
+        with fails_with(AgentFailed, "item 1", "epoch 0", "run 0", "ValueError: broken"):
             await runner(
                 group_size=1, concurrency=1, retries=0, on_failure="stop", results=file
             ).arun(agent, ITEMS)
@@ -223,7 +224,7 @@ async def test_stop_at_the_first_failure(served: Served, tmp_path: Path) -> None
     assert one.asked == {f"Say {number}.": 1 for number in range(4)}
 
 
-async def test_too_many_failures_in_a_row(served: Served) -> None:
+async def test_too_many_failures_in_a_row_end_the_run(served: Served) -> None:
     made = 0
 
     async def agent(item: dict[str, Any]) -> float:
@@ -231,12 +232,12 @@ async def test_too_many_failures_in_a_row(served: Served) -> None:
         made += 1
         return 1.0
 
-    with pytest.raises(AgentFailed, match=r"3 runs in a row failed .*no_model|made no"):
+    with fails_with(AgentFailed, "3 runs", "max_failures", "made no call"):
         await runner(group_size=1, concurrency=1, max_failures=3).arun(agent, ITEMS)
     assert made == 3
 
 
-async def test_a_reward_that_is_missing(served: Served) -> None:
+async def test_a_missing_reward_is_a_given_one_or_awaited(served: Served) -> None:
     async with asker() as one:
 
         async def agent(item: dict[str, Any]) -> None:
@@ -292,7 +293,7 @@ async def test_a_session_within_a_run_is_another_one(served: Served) -> None:
     assert [len(one.interactions) for one in await leased(served.proxy)] == [2, 2]
 
 
-async def test_evaluations(serve: Serve) -> None:
+async def test_evaluations_need_no_slot_and_are_pinned(serve: Serve) -> None:
     """They need no slot, belong to no group, and are pinned."""
     served = await serve(slots=0)
 
@@ -328,18 +329,18 @@ async def test_runs_wait_for_slots(serve: Serve) -> None:
     assert len(results) == 8 and not results.failed and most >= 2
 
 
-async def test_no_slot_for_too_long(serve: Serve) -> None:
+async def test_no_slot_for_too_long_ends_the_run(serve: Serve) -> None:
     served = await serve(slots=0)
-    with pytest.raises(TooManyRequests, match="no slot"):
+    with fails_with(TooManyRequests, "slot", code="no_capacity"):
         await runner(url=served.url, api_key=served.tenant_key, wait=0.2).arun(_never, ITEMS)
 
 
-async def test_what_the_service_refuses_to_all_alike(served: Served) -> None:
+async def test_what_the_service_refuses_to_all_ends_the_run(served: Served) -> None:
     with pytest.raises(Unauthenticated):
         await runner(api_key="wrong").arun(_never, ITEMS)
-    with pytest.raises(ServiceUnavailable, match="is the service running"):
+    with fails_with(ServiceUnavailable, "http://127.0.0.1:9"):
         await runner(url="http://127.0.0.1:9", retry_for=0.1).arun(_never, ITEMS)
-    with pytest.raises(AnyAgentError, match="group_size 100 exceeds"):
+    with fails_with(AnyAgentError, "100", param="group_size", status=400):
         await runner(group_size=100).arun(_never, ITEMS)
 
 
@@ -382,11 +383,12 @@ async def test_what_is_complete_needs_no_training(
 
 
 @pytest.mark.parametrize("state", ["finished", "serving"])
-async def test_no_training_goes_on(served: Served, state: Any) -> None:
+async def test_a_service_that_trains_no_more_is_named_to_a_training_run(
+    served: Served, state: Any
+) -> None:
     served.proxy.service.run.state = state
-    with pytest.raises(RunFinished, match="train sessions are refused") as refused:
+    with fails_with(RunFinished, "mode=eval", code="run_finished") as refused:
         await runner().arun(lambda item: 1.0, ITEMS)
-    assert refused.value.code == "run_finished"
     assert refused.value.__notes__ == ["0 of 8 runs are done"]
     async with AgentSession(mode="eval"):
         pass
@@ -396,11 +398,11 @@ async def test_a_key_that_is_refused_is_named(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-secret")
-    with pytest.raises(Unauthenticated, match=r"the key of OPENAI_API_KEY.* tenant's") as refused:
+    with fails_with(Unauthenticated, "key of OPENAI_API_KEY", "tenant") as refused:
         await runner().arun(lambda item: 1.0, ITEMS)
     assert "secret" not in str(refused.value)
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(Unauthenticated, match=r"set ANY_AGENT_API_KEY \(or OPENAI_API_KEY\)"):
+    with fails_with(Unauthenticated, "ANY_AGENT_API_KEY", "OPENAI_API_KEY"):
         await runner().arun(lambda item: 1.0, ITEMS)
 
 
@@ -417,27 +419,27 @@ async def test_a_key_that_is_refused_is_named(
         ({"mode": "test"}, "mode"),
         ({"missing_reward": "zero"}, "missing_reward"),
         ({"api_key": "sk-v1.0.a.b"}, "one session"),
-        ({"url": "localhost:8000"}, "no URL"),
+        ({"url": "localhost:8000"}, "localhost:8000"),
     ],
 )
-def test_settings_that_are_no_good(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with fails_with(ConfigError, named):
         AgentRunner(**{"url": "http://127.0.0.1:9", **settings})
 
 
-async def test_datasets_that_are_no_good(served: Served, tmp_path: Path) -> None:
+async def test_datasets_without_items_are_refused(served: Served, tmp_path: Path) -> None:
     broken = tmp_path / "items.jsonl"
     broken.write_text('{"question": "a"}\n\n{"question": \n')
-    with pytest.raises(DatasetError, match=r"items\.jsonl line 3 is not JSON"):
+    with fails_with(DatasetError, broken, "line 3"):
         await runner().arun(_never, broken)
     for data, named in (
         ([], "empty"),
-        (tmp_path / "none.jsonl", "there is no file"),
-        ({"a": 1}, "is a dict"),
-        (7, "is a int"),
+        (tmp_path / "none.jsonl", "none.jsonl"),
+        ({"a": 1}, "dict"),
+        (7, "a int"),
         (iter(()), "empty"),
     ):
-        with pytest.raises(DatasetError, match=named):
+        with fails_with(DatasetError, named):
             await runner().arun(_never, data)
 
 

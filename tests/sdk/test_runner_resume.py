@@ -17,6 +17,7 @@ from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
 from any_agent.sdk.run_plan import fingerprint, items_of
+from tests.support.errors import fails_with
 from tests.support.proxy import until
 from tests.support.sdk.runner import ITEMS, asker, leased, places
 from tests.support.sdk.runner_killed import GROUP
@@ -139,7 +140,9 @@ async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_
     assert len(await leased(served.proxy)) == 2
 
 
-async def test_cancelled_in_the_middle(served: Served, tmp_path: Path) -> None:
+async def test_a_run_that_was_cancelled_in_the_middle_goes_on(
+    served: Served, tmp_path: Path
+) -> None:
     file = tmp_path / "r.jsonl"
     hold, held = True, 0
     async with asker() as one:
@@ -167,7 +170,9 @@ async def test_cancelled_in_the_middle(served: Served, tmp_path: Path) -> None:
     assert [len(set(members)) for members in trained.values()] == [2, 2, 2]
 
 
-async def test_a_group_that_went_on_without_them(served: Served, tmp_path: Path) -> None:
+async def test_runs_whose_group_went_on_without_them_make_another(
+    served: Served, tmp_path: Path
+) -> None:
     """The next runner comes when their group's time is over: they make another one."""
     file = tmp_path / "r.jsonl"
     async with asker() as one:
@@ -217,7 +222,7 @@ async def test_another_runs_file_is_refused(served: Served, tmp_path: Path) -> N
         ({"group_size": 3}, ITEMS[:2], "group_size 2, not 3"),
         ({"mode": "eval"}, ITEMS[:2], "mode train, not eval"),
     ):
-        with pytest.raises(ConfigError, match=difference):
+        with fails_with(ConfigError, file, difference):
             await runner(file, **settings).arun(agent, data)
     assert file.read_text() == before
     # More epochs of the same are the same run.
@@ -225,7 +230,9 @@ async def test_another_runs_file_is_refused(served: Served, tmp_path: Path) -> N
     assert len(results) == 8
 
 
-async def test_ctrl_c(served: Served, tmp_path: Path) -> None:
+async def test_ctrl_c_ends_it_in_one_line_and_leaves_nothing_open(
+    served: Served, tmp_path: Path
+) -> None:
     """By a terminal: one line, the exit code that shells know, and nothing left open."""
     file, script = tmp_path / "r.jsonl", tmp_path / "script.py"
     script.write_text(

@@ -27,6 +27,7 @@ from any_agent.sdk import find_service
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.http_patches import patches
 from any_agent.sdk.session import AsyncSession
+from tests.support.errors import fails_with
 from tests.support.sdk.hops import CLIENTS, Get, Server, serving
 from tests.support.sdk_fixtures import ADMIN, Serve, Served
 
@@ -64,7 +65,7 @@ def write(place: Path, url: str) -> None:
     url_file(place.as_uri(), "url").read()
 
 
-def test_what_a_file_says(place: Path) -> None:
+def test_what_a_file_says_is_read_anew(place: Path) -> None:
     service = find_service(place.as_uri())
     assert (service.named, service.url) == (place.as_uri(), place.as_uri())
     write(place, "http://10.0.0.1:8000/v1/")
@@ -81,41 +82,43 @@ def test_what_a_file_says(place: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["file:url", "file://host/shared/url", "file:///x?y", "file:///x#y"]
 )
-def test_what_names_no_file(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"ANY_AGENT_URL is .*by its full path"):
+def test_a_file_that_is_not_named_by_its_full_path_is_refused(url: str) -> None:
+    with fails_with(ConfigError, "ANY_AGENT_URL", "file:///shared/run/url"):
         find_service(environ={"ANY_AGENT_URL": url})
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1:8000", "http://me:secret@host", "file:///other"])
-async def test_a_file_with_something_else(place: Path, text: str) -> None:
+async def test_a_file_that_holds_no_url_is_refused_without_a_word_of_it(
+    place: Path, text: str
+) -> None:
     put(place, text)
-    with pytest.raises(ConfigError, match=f"the file {place}") as refused:
+    with fails_with(ConfigError, f"the file {place}") as refused:
         find_service(place.as_uri())
     assert "secret" not in str(refused.value)
     async with RLClient(place.as_uri()) as client:
-        with pytest.raises(ConfigError, match=f"the file {place}"):
+        with fails_with(ConfigError, f"the file {place}"):
             await client.run_info()
 
 
-def test_a_file_that_everybody_may_write(place: Path) -> None:
+def test_a_file_that_everybody_may_write_is_refused(place: Path) -> None:
     put(place, "http://10.0.0.1:8000")
     place.chmod(0o646)
-    with pytest.raises(ConfigError, match=f"every user may write the file {place}"):
+    with fails_with(ConfigError, f"write the file {place}"):
         find_service(place.as_uri())
     place.chmod(0o664)
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
 
 
-def test_a_file_that_everybody_may_replace(place: Path) -> None:
+def test_a_file_that_everybody_may_replace_is_refused(place: Path) -> None:
     put(place, "http://10.0.0.1:8000")
     place.parent.chmod(0o777)
-    with pytest.raises(ConfigError, match=f"every user may replace the file {place}"):
+    with fails_with(ConfigError, f"the file {place}", "its folder"):
         find_service(place.as_uri())
     place.parent.chmod(0o1777)  # as /tmp
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
 
 
-def test_a_file_of_whoever_was_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(place, "http://10.0.0.1:8000")
     place.parent.chmod(0o1777)
     real = os.fstat
@@ -126,20 +129,20 @@ def test_a_file_of_whoever_was_first(place: Path, monkeypatch: pytest.MonkeyPatc
         return os.stat_result(fields)
 
     monkeypatch.setattr(os, "fstat", anothers)
-    with pytest.raises(ConfigError, match=f"the file {place} is neither yours, nor root's"):
+    with fails_with(ConfigError, f"the file {place}", "root"):
         find_service(place.as_uri())
 
 
-def test_what_is_no_file(tmp_path: Path, place: Path) -> None:
+def test_a_pipe_or_a_folder_holds_no_url_and_blocks_nobody(tmp_path: Path, place: Path) -> None:
     """It holds no URL; nobody waits for a pipe."""
     os.mkfifo(place)
     assert find_service(place.as_uri()).url == place.as_uri()
     assert find_service(tmp_path.as_uri()).url == tmp_path.as_uri()
 
 
-async def test_a_service_that_was_not_there_yet(serve: Serve, place: Path) -> None:
+async def test_a_service_that_was_not_there_yet_is_waited_for(serve: Serve, place: Path) -> None:
     async with RLClient(place.as_uri(), retry_for=0.1) as client:
-        with pytest.raises(ServiceUnavailable, match=f"has written its URL into {place}"):
+        with fails_with(ServiceUnavailable, place):
             await client.run_info()
     opening = AgentSession(url=place.as_uri(), api_key=ADMIN)
 
@@ -155,7 +158,7 @@ async def test_a_service_that_was_not_there_yet(serve: Serve, place: Path) -> No
     await opening.__aexit__(None, None, None)
 
 
-async def test_a_client_of_the_rl_routes(serve: Serve, place: Path) -> None:
+async def test_a_client_of_the_rl_routes_follows_the_service(serve: Serve, place: Path) -> None:
     """It has no connection where the service was, looks again, and finds it."""
     served = await serve()
     put(place, "http://127.0.0.1:9")
@@ -175,7 +178,7 @@ async def test_a_client_of_the_rl_routes(serve: Serve, place: Path) -> None:
 
 
 @pytest.mark.parametrize("get", CLIENTS)
-async def test_clients_that_know_the_earlier_place(
+async def test_clients_that_know_the_earlier_place_are_sent_to_the_new_one(
     get: Get, first: Server, second: Server, place: Path
 ) -> None:
     write(place, first.url)
@@ -217,7 +220,7 @@ async def test_the_key_goes_to_nobody_who_came_to_the_earlier_place(
     assert len(first.keys) == len(second.keys) > 3
 
 
-async def test_the_client_that_waits(second: Server, place: Path) -> None:
+async def test_a_client_that_waits_is_sent_to_the_new_place(second: Server, place: Path) -> None:
     """It is sent again to where the service has moved meanwhile."""
     write(place, "http://127.0.0.1:9")
 
@@ -238,7 +241,7 @@ async def test_the_client_that_waits(second: Server, place: Path) -> None:
     assert [path for path, _ in second.seen] == ["/v1/x"]
 
 
-def test_only_below_the_earlier_place(place: Path) -> None:
+def test_only_urls_below_the_earlier_place_are_moved(place: Path) -> None:
     write(place, "http://10.9.0.1:80/here")
     write(place, "http://10.9.0.2:81")
     assert moved("http://10.9.0.1:80/here/v1/x?y=%2F") == "http://10.9.0.2:81/v1/x?y=%2F"

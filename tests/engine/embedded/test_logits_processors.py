@@ -21,6 +21,7 @@ from any_agent.engine.embedded.sampler import LogitsProcessor
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 from tests.support.engine.embedded import prompt, request
+from tests.support.errors import fails_with
 
 PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": -0.6, "repetition_penalty": 1.4}
 
@@ -94,7 +95,9 @@ def text_of(loaded: LoadedModel, response: ModelResponse) -> str:
     return loaded.decoder(skip_special_tokens=True)(response.output_ids)
 
 
-async def test_grammars_hold(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+async def test_what_is_generated_follows_its_grammar(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
     async def text(grammar: dict[str, Any], seed: int = 0) -> str:
         asked = request(
             f"r{seed}",
@@ -115,7 +118,9 @@ async def test_grammars_hold(engine: EmbeddedEngine, loaded: LoadedModel) -> Non
         assert json.loads(await text({"json_schema": schema}, seed)) in schema["enum"]
 
 
-async def test_json_objects(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+async def test_what_is_generated_stays_within_json_objects(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
     """A random model ends no object in time, but never leaves the grammar."""
     grammar = json.dumps({"json_object": True})
     asked = request("r", prompt(5), grammar=grammar, max_new_tokens=40, seed=5)
@@ -176,8 +181,8 @@ async def test_it_tells_which_tokens_a_grammar_decided(
         "nonsense",
     ],
 )
-async def test_what_is_no_grammar(engine: EmbeddedEngine, grammar: str) -> None:
-    with pytest.raises(InvalidRequest, match="grammar"):
+async def test_what_is_no_grammar_is_refused(engine: EmbeddedEngine, grammar: str) -> None:
+    with fails_with(InvalidRequest, param="grammar"):
         await agenerate(engine, request("r", prompt(5), grammar=grammar))
 
 
@@ -198,7 +203,7 @@ async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> N
     while not bad.done():
         others.append(await agenerate(engine, request(f"r{beats}", prompt(5), max_new_tokens=2)))
         beats += 1
-    with pytest.raises(InvalidRequest, match="takes more than 1 s"):
+    with fails_with(InvalidRequest, "1 s", param="grammar"):
         await bad
     assert beats > 2
     assert all(other.stop_reason == "length" for other in others)
@@ -226,7 +231,7 @@ async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
     processor.grammar.push(200)
     assert not processor.grammar.forbidden()[sorted(loaded.eos_ids)].any()
     generation = engine.submit(asked, processor=processor)
-    with pytest.raises(EngineMismatch, match="left its grammar: Parser Error"):
+    with fails_with(EngineMismatch, "grammar", "Parser Error"):
         await generation.finished()
     assert generation.request.output_ids == []
 
@@ -239,7 +244,7 @@ async def test_an_end_where_the_grammar_goes_on_is_an_error(
     assert processor is not None and processor.grammar is not None
     all_but_the_end = np.arange(loaded.vocab_size) != min(loaded.eos_ids)
     processor.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
-    with pytest.raises(EngineMismatch, match="ended where its grammar goes on"):
+    with fails_with(EngineMismatch, "ended", "grammar"):
         await engine.submit(asked, processor=processor).finished()
 
 
@@ -249,9 +254,8 @@ async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
     grammar = json.dumps({"regex": "(a|aa|aaa){500,5000}b{5000}"})
     for stream in (False, True):
         asked = request(f"r{stream}", prompt(5), grammar=grammar, max_new_tokens=50)
-        with pytest.raises(InvalidRequest, match="too complex to follow") as raised:
+        with fails_with(InvalidRequest, "complex", param="grammar"):
             [chunk async for chunk in engine.generate(asked, stream=stream)]
-        assert raised.value.param == "grammar"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +292,7 @@ async def test_names_of_tokens_are_spelled(
         assert said == text if value is None else json.loads(said) == value
 
 
-async def test_likeliest_tokens(loaded: LoadedModel) -> None:
+async def test_likeliest_tokens_are_those_of_the_bent_distribution(loaded: LoadedModel) -> None:
     ids = prompt(6)
     async with EmbeddedEngine(loaded, EngineOptions(max_running_requests=2)) as engine:
         asked = replace(request("r", ids, temperature=0.5, max_new_tokens=4), top_logprobs=5)

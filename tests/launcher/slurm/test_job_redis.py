@@ -27,6 +27,7 @@ from any_agent.launcher.slurm.job_redis import (
 )
 from any_agent.launcher.trial import trial_dir
 from proxy_ext.journal.redis_server import LogOptions, ServerCheck, connect
+from tests.support.errors import fails_with
 from tests.support.launcher.children import until
 from tests.support.redis_server import require_redis as require_program
 
@@ -136,7 +137,7 @@ def test_a_url_and_a_server_of_the_job_contradict_each_other(tmp_path: Path) -> 
     require_alone(configured(tmp_path))
     require_alone(load_config(None, ["server.journal=redis://host/0"], environ={}))
     both = configured(tmp_path, "server.journal=redis://:secret@host/0")
-    with pytest.raises(ConfigError, match=r"cluster.redis .* server.journal .* one of") as it:
+    with fails_with(ConfigError, "cluster.redis", "server.journal") as it:
         require_alone(both)
     assert "secret" not in it.value.message
 
@@ -148,13 +149,11 @@ def test_a_node_without_the_program_or_the_package_is_named(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     require_redis(config, "n1")
     monkeypatch.setattr(job_redis, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'any-agent-rl\[redis\]'"):
+    with fails_with(ConfigError, "any-agent-rl[redis]"):
         require_redis(config, "n1")
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="redis-server is not found on n1, the job's first node: install it"
-    ):
+    with fails_with(ConfigError, "redis-server", "n1"):
         require_redis(config, "n1")
 
 

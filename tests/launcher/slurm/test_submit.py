@@ -13,6 +13,7 @@ from any_agent.errors import StartupError
 from any_agent.launcher.slurm import __main__ as command
 from any_agent.launcher.slurm.__main__ import script
 from any_agent.rundir.layout import RunDir
+from tests.support.errors import fails_with
 from tests.support.launcher.slurm_programs import Programs
 from tests.support.launcher.stand_ins import Lab
 
@@ -73,7 +74,7 @@ def test_settings_stand_where_one_likes(
         (f"++engine.key ={KEY}", "ANY_AGENT_ENGINE__KEY"),
     ],
 )
-def test_a_key_is_no_argument(
+def test_a_key_is_refused_as_an_argument(
     argument: str, variable: str, submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submitted("any_agent_grpo.py", "--config", "MY", argument) == 2
@@ -81,7 +82,7 @@ def test_a_key_is_no_argument(
     assert not the_run(lab).path.exists()
 
 
-def test_a_model_that_is_not_there(
+def test_a_model_that_is_not_there_is_not_submitted(
     submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = f"model.path={lab.home / 'nothing'}"
@@ -207,11 +208,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseExceptio
 
 
 @pytest.mark.parametrize(("last", "state"), [({"7": "FAILED"}, "failed"), ({}, "gone")])
-def test_a_job_that_ends_before_its_service_listens(
+def test_a_job_that_ends_before_its_service_listens_is_told(
     looks: list[Any], tmp_path: Path, last: dict[str, str], state: str
 ) -> None:
     looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
-    with pytest.raises(StartupError, match=rf"job 7 has ended \({state}\): read {tmp_path}/log"):
+    with fails_with(StartupError, "job 7", f"({state})", f"{tmp_path}/log"):
         command._until_listening("name", "7", tmp_path / "log", print)
 
 
@@ -226,6 +227,6 @@ def test_a_wait_can_be_left(
 def test_slurm_may_be_away_for_a_moment(looks: list[Any], tmp_path: Path) -> None:
     away = [StartupError("squeue failed")] * command._MAX_FAILURES
     looks += [*away, {"7": "RUNNING"}, *away, StartupError("squeue failed for good")]
-    with pytest.raises(StartupError, match="for good"):
+    with fails_with(StartupError, "for good"):
         command._until_listening("name", "7", tmp_path / "log", print)
     assert looks == []

@@ -17,6 +17,7 @@ import pytest
 from any_agent.errors import AgentFailed
 from any_agent.sdk.program import process as command_child
 from any_agent.sdk.program.process import Program, ProgramExit, run_program
+from tests.support.errors import fails_with
 from tests.support.launcher.children import is_alive as alive
 from tests.support.launcher.children import until
 
@@ -173,11 +174,11 @@ async def test_one_that_only_prints_is_ended(
 
 
 async def test_a_program_that_is_not_there(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(AgentFailed, match=r"cannot start /no/such: No such file or directory"):
+    with fails_with(AgentFailed, "/no/such", "No such file or directory"):
         await run("/no/such")
     text = tmp_path / "text"
     text.write_text("not a program")
-    with pytest.raises(AgentFailed, match="Permission denied"):
+    with fails_with(AgentFailed, text, "Permission denied"):
         await run(str(text))
 
 

@@ -12,6 +12,7 @@ from any_agent.errors import AgentFailed, ConfigError
 from any_agent.protocol.rl import InteractionContent, SessionContent
 from any_agent.sdk.program.process import Program
 from any_agent.sdk.program.reward import Reward, RewardFile, RewardSource, last_line, reward_in
+from tests.support.errors import fails_with
 
 SAID = SessionContent(
     session_id="s-0-1",
@@ -94,7 +95,7 @@ def test_a_file_that_was_there_before_is_no_reward(tmp_path: Path) -> None:
     new = RewardFile(tmp_path / "new")
     assert new.read() is None
     new.path.write_text("bad")
-    with pytest.raises(AgentFailed, match=r"the reward file .*new says bad"):
+    with fails_with(AgentFailed, new.path, "bad"):
         new.read()
 
 

@@ -19,6 +19,7 @@ from any_agent.errors import ConfigError
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.program.reward import RewardSource
 from any_agent.sdk.program.run import ProgramGroup, ProgramRun, without_ours
+from tests.support.errors import fails_with
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Serve, Served
@@ -274,13 +275,13 @@ async def test_a_grader_sees_what_was_said(make: Make, served: Served, tmp_path:
     source = RewardSource(grader="said.words", env=env)
     result = await only(make('ask("one two three")', source=source, metadata={"plus": 0.5}))
     assert (result.state, result.reward) == ("finalized", 3.5)
-    with pytest.raises(ConfigError, match="has no attribute 'missing'"):
+    with fails_with(ConfigError, "said", "'missing'"):
         await make(source=RewardSource(grader="said.missing", env=env)).run()
 
 
 async def test_nothing_is_opened_for_a_program_that_is_not_there(make: Make) -> None:
     runs = make(command=["no-such-program"])
-    with pytest.raises(ConfigError, match="there is no program no-such-program on the PATH"):
+    with fails_with(ConfigError, "no-such-program", "PATH"):
         await runs.run()
     assert runs.results[0].session_id is None
 
@@ -294,7 +295,9 @@ async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_
     assert "cannot start" in await reason(served, result)
 
 
-async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_service_nothing_is_started(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ServiceAddress, "patience", 0.1)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -305,7 +308,7 @@ async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {run.state for run in runs.results} == {"not started"}
 
 
-async def test_a_key_that_is_not_taken(make: Make, served: Served) -> None:
+async def test_a_key_that_is_not_taken_ends_the_runs(make: Make, served: Served) -> None:
     for key in (None, "sk-tenant.none.of.theirs"):
         runs = make(n=2, service=ServiceAddress(served.url, key))
         await runs.run()
@@ -313,7 +316,7 @@ async def test_a_key_that_is_not_taken(make: Make, served: Served) -> None:
         assert exit_code(runs) == 3
 
 
-async def test_something_else_at_the_url(make: Make) -> None:
+async def test_another_server_at_the_url_ends_the_runs(make: Make) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
@@ -407,7 +410,9 @@ async def test_an_interrupt_keeps_what_is_finished(
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-async def test_the_report(make: Make, served: Served, tmp_path: Path) -> None:
+async def test_the_report_has_each_run_and_no_control_characters(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
     does = 'ask(); sys.exit(os.environ["ANY_AGENT_RUN_INDEX"] == "1" and "\\x1b[2Jbad")'
     runs = make(does, n=2, source=RewardSource(command="echo 0.5"))
     await runs.run()
