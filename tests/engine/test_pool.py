@@ -136,7 +136,7 @@ async def test_all_can_do_what_each_can(pool: EnginePool, engines: Engines) -> N
     engines[1].told = {"capabilities": [name for name in names if name != "grammar"]}
     engines[2].told = {"capabilities": [name for name in names if name != "min_p"]}
     engines[2].context_length = 512
-    assert await pool.capabilities() == Capabilities(grammar=False, min_p=False)
+    assert await pool.capabilities() == Capabilities(grammar=False, min_p=False, bound_tokens=True)
     assert await pool.context_length() == 512
     assert len(pool) == 3
 
