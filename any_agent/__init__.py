@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from any_agent.direct import EngineOpenAI as EngineOpenAI
     from any_agent.engine import InferenceEngine as InferenceEngine
     from any_agent.errors import AnyAgentError as AnyAgentError
+    from any_agent.errors import RunFinished as RunFinished
     from any_agent.inference import LocalModel as LocalModel
     from any_agent.inference import RemoteSGLangEngine as RemoteSGLangEngine
     from any_agent.inference import load_engine as load_engine
@@ -54,7 +55,7 @@ _NAMES = {
     "data": "get_custom_dataset",
     "direct": "EngineOpenAI",
     "engine": "InferenceEngine",
-    "errors": "AnyAgentError",
+    "errors": "AnyAgentError RunFinished",
     "inference": "LocalModel RemoteSGLangEngine load_engine",
     "record": "CompletionWithTokenLogpReward InteractionWithTokenLogpReward",
     "rewards.async_wrapper": "AsyncRewardWrapper gsm8k_reward_fn",

@@ -44,8 +44,10 @@ class RunReport:
         )
 
     def load(self) -> None:
-        """Read which steps earlier starts of the trial have reported."""
+        """Read which steps earlier starts of the trial have reported, and forget their waits."""
         self.reported = last_reported(self._dir.metrics)
+        with suppress(OSError):
+            self._dir.waiting.unlink(missing_ok=True)
 
     @contextmanager
     def tracking(self, hurry: Callable[[], bool]) -> Iterator[None]:

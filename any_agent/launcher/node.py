@@ -68,6 +68,7 @@ from any_agent.launcher.trial import (
     trial_dir,
 )
 from any_agent.rundir.fleet import Fleet, load_fleet
+from any_agent.rundir.layout import latest_step
 from any_agent.rundir.registry import HEARTBEAT, read_entry, run_is_gone
 from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.atomic_files import write_atomic
@@ -190,7 +191,9 @@ class Node:
                 say("service   stopping: running calls are cut off")
         finally:
             self.stop()
-        say(f"service   stopped{'; unfinished work was cut off' if cut else ''}")
+        step = latest_step(self.dir.checkpoints)
+        kept = "" if step is None else f"; the same command goes on from step {step}"
+        say(f"service   stopped{'; unfinished work was cut off' if cut else ''}{kept}")
 
     def _warn_of_cut_trainer(self, say: Callable[[str], None]) -> None:
         if any(part.kind == "trainer" and part.running for part in self.parts.values()):

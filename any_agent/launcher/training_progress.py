@@ -73,7 +73,7 @@ class TrainingProgress:
 
     def _waits(self) -> list[str]:
         modified = _modified(self._waiting)
-        if self._waiting is None or modified == self._read_at:
+        if self._waiting is None or modified in (0, self._read_at):
             return []
         self._read_at = modified
         return self._waiting.read_text(encoding="utf-8").splitlines()

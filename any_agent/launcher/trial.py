@@ -175,8 +175,8 @@ def check_model(path: str, setting: str = "model.path") -> None:
     """Raise ConfigError for a model that cannot exist; the engine checks names of a hub."""
     if not path:
         raise ConfigError(
-            "no model is configured: set model.path to a local folder or a hub name, e.g. "
-            "model.path=Qwen/Qwen3-0.6B"
+            "no model is configured: give --model, or set model.path, a local folder or a hub name "
+            "as Qwen/Qwen3-0.6B; `python -m any_agent.demo.model` makes a tiny one"
         )
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():

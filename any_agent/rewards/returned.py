@@ -58,7 +58,7 @@ def no_reward(returned: Any, name: str) -> AgentFailed:
     """Return the error of a run that has made calls and has no reward."""
     return AgentFailed(
         f"{name} returned {short(returned)} and gave no reward: return a number, or post "
-        "/rl/set_reward",
+        "/rl/v1/set_reward",
         code="no_reward",
     )
 

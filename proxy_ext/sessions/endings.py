@@ -341,9 +341,9 @@ class SessionEnder:
             return
         if not is_rewarded(session, row):
             raise Unprocessable(
-                "the session has no reward: POST /rl/v1/set_reward first, or finalize it by "
-                "/rl/v1/finalize with final_reward, or with await_reward if the reward comes later "
-                "(sessions.require_reward=false takes it as 0)",
+                "the session has no reward: POST /rl/v1/set_reward first (in Python: "
+                "session.set_reward(...)), or finalize it by /rl/v1/finalize with final_reward, or "
+                "with await_reward if it comes later (sessions.require_reward=false takes it as 0)",
                 code="no_reward",
             )
 

@@ -37,6 +37,7 @@ PUBLIC = [
     "RLVRWorkflow",
     "RemoteSGLangEngine",
     "RolloutWorkflow",
+    "RunFinished",
     "Trajectory",
     "__version__",
     "concat_padded_tensors",

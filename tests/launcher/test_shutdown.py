@@ -56,6 +56,14 @@ def test_an_interrupt_drains_nothing(lab: Lab) -> None:
     assert lab.said[-2:] == ["service   stopping: running calls are cut off", "service   stopped"]
 
 
+def test_the_last_line_says_from_which_step_the_trial_goes_on(lab: Lab) -> None:
+    with pytest.raises(KeyboardInterrupt), lab.node() as node:
+        all_started(lab, node)
+        (node.dir.checkpoints / "latest").write_text("step-00000007\n")
+        raise KeyboardInterrupt
+    assert lab.said[-1] == "service   stopped; the same command goes on from step 7"
+
+
 def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
     lab.keep_busy("rank-1")
     with pytest.raises(Terminated), lab.node("server.drain_timeout=2") as node:

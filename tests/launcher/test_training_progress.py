@@ -60,6 +60,8 @@ def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path)
         os.utime(waiting, (seconds, seconds))
         assert progress.new_lines() == [f"waiting   {seconds} s", "waiting   dull"]
         assert progress.new_lines() == []
+    waiting.unlink()
+    assert progress.new_lines() == [], "a trainer forgets the waits of earlier ones"
 
 
 def test_sessions_that_were_left_out_are_shown(tmp_path: Path) -> None:

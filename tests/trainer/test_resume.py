@@ -336,6 +336,8 @@ def test_a_run_goes_on_where_a_rank_lost_its_journal(settings: list[str]) -> Non
     assert again.service.published == [(5, 2), (6, 3), (7, 4), (8, 5)]
     manifests = again.trainer.dir.manifests
     assert said[0] == again.trainer.dir.waiting.read_text().strip()
+    Lab(again.trainer.config, [], before=again).trainer._load()
+    assert not again.trainer.dir.waiting.exists(), "what an earlier start waited for is no alarm"
     assert said[0].startswith("trainer   steps 3 to 4 cannot be repeated, because a rank")
     assert "no session 'p2-bad'" in said[0] and "resuming at step 2;" in said[0]
     assert sorted(path.name for path in manifests.glob("lost-*")) == [
