@@ -21,7 +21,7 @@ GROUPS = {
         "Sessions around your own code; no torch, no LiteLLM. [sdk.md](../how-to/sdk.md), "
         "[agent-runner.md](../how-to/agent-runner.md), "
         "[direct-client.md](../how-to/direct-client.md)",
-        "AgentSession AgentRunner RLClient EngineOpenAI load_engine AnyAgentError",
+        "AgentSession AgentRunner RLClient EngineOpenAI load_engine RunFinished AnyAgentError",
     ),
     "Configuration and data": (
         "[configuration.md](configuration.md), [datasets.md](../how-to/datasets.md)",
