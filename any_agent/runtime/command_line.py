@@ -58,7 +58,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if options or (rest and name is None):
         chosen = _chosen(parser, arguments)
         said = _about_option(chosen, options[0]) if options else f"unexpected argument {rest[0]!r}"
-        parser.exit(2, f"{chosen.prog}: {said} ({chosen.prog} --help)\n")
+        parser.exit(2, f"{chosen.prog}: error: {said} ({chosen.prog} --help)\n")
     if name is not None:
         setattr(arguments, name, [*getattr(arguments, name), *rest])
     return arguments

@@ -72,7 +72,6 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ([], "COMMAND"),
         (["sreve"], "sreve"),
         (["serve", "--prot", "1"], "--prot"),
         (["demo", "--steps", "many"], "many"),
@@ -81,6 +80,12 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 )
 def test_bad_flags(arguments: list[str], word: str, tmp_path: Path) -> None:
     refused(run_cli(*arguments, cwd=tmp_path), word)
+
+
+def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
+    done = run_cli(cwd=tmp_path)
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr and "serve" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "train", "config"])
