@@ -197,7 +197,11 @@ def test_a_folders_history_is_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     assert (history.last_step(run), history.unsaved(run)) == (0, [])
-    for number, consumed in ((2, {"a": None, "odd": "stale", "b": None}), (4, {"given": None})):
+    early = {"a": None, "odd": "stale", "b": None}
+    for number, fates in ((2, early), (4, {"given": None})):
+        consumed = [
+            {"sessions": [id], "step": number, "rejected": why} for id, why in fates.items()
+        ]
         folder = run.checkpoints / f"step-{number:08d}" / "trainer"
         folder.mkdir(parents=True)
         write_json(folder / "state.json", {"state": {"consumed": consumed}})

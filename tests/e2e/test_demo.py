@@ -96,7 +96,8 @@ def test_its_curve_and_its_answers(demo: tuple[dict[str, Any], str]) -> None:
     assert len(figures["answers"]) == 3
     for prompt, answer in figures["answers"]:
         assert prompt in held_out
-        assert f"{prompt}  ->  {answer}" in output
+        # Printed on one line, without the white space that an answer may begin with.
+        assert f"{prompt}  ->  {' '.join(answer.split())}" in output
     assert f"curve     {curve}\n" in output
     assert f"kept      {figures['checkpoint']}\n" in output
 
