@@ -22,6 +22,7 @@ from any_agent.rundir.layout import RunDir
 from tests.support.e2e.live_run import agent
 from tests.support.e2e.serving import Served, serve
 from tests.support.launcher.children import is_alive
+from tests.support.waiting import meanwhile
 
 SHORT, LONG = 2, 7
 """Kills at moments spread over the publication of weights; `--long` makes more of them."""
@@ -66,14 +67,11 @@ async def agents(url: str) -> AsyncIterator[None]:
                 await agent(service, next(numbers), rewards, 1, turns=1)
             await asyncio.sleep(0.05)
 
-    async with RLClient(url, retry_for=0) as service:
-        tasks = [asyncio.create_task(work(service)) for _ in range(4)]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+    async with (
+        RLClient(url, retry_for=0) as service,
+        meanwhile(*(work(service) for _ in range(4))),
+    ):
+        yield
 
 
 async def happens(condition: Callable[[], object], within: float = 300) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from any_agent.rundir.layout import RunDir
 from tests.support.e2e.serving import Served, serve
+from tests.support.waiting import meanwhile
 
 SHORT, LONG = 1, 25
 """How often each; `--long` does it more often."""
@@ -59,14 +60,11 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with httpx.AsyncClient(timeout=20) as http:
-            tasks = [asyncio.create_task(self._agent(http)) for _ in range(AGENTS)]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+        async with (
+            httpx.AsyncClient(timeout=20) as http,
+            meanwhile(*(self._agent(http) for _ in range(AGENTS))),
+        ):
+            yield
 
 
 async def ended(served: Served) -> float:

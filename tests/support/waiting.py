@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 LIMIT = 60.0
@@ -22,3 +23,15 @@ async def until(condition: Callable[[], Any], what: str = "the condition") -> An
             return value
         assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
         await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these until the end of the block, which cancels them."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
