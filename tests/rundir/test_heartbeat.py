@@ -150,7 +150,7 @@ async def test_a_run_that_goes_is_noticed_once_and_nothing_is_written_elsewhere(
 async def test_a_folder_that_cannot_be_seen_is_not_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network file system whose server is away for a while."""
+    """A network file system is like that, whose server is away for a while."""
     watched = WatchedPath(tmp_path)
 
     def away(*_: object, **__: object) -> os.stat_result:

@@ -117,7 +117,7 @@ def test_each_start_of_the_trainer_has_a_number_of_its_own(run: RunDir) -> None:
 def test_the_number_of_a_start_is_above_what_the_journals_have(
     run: RunDir, content: str | None
 ) -> None:
-    """Where the file was emptied by a crash, cut off or removed."""
+    """The file was emptied by a crash, cut off or removed."""
     path = run.path / "trainer.epoch"
     for _ in range(3):
         run.next_epoch(0)

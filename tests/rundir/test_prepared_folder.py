@@ -220,7 +220,7 @@ def test_a_secret_that_others_know_signs_nothing(place: Place) -> None:
 
 
 def test_what_users_share_may_be_roots_and_sticky(place: Place) -> None:
-    """As `/tmp` is, and a link that leads from where runs are to a larger disk."""
+    """`/tmp` is such a folder, and so is a link that leads from where runs are to a larger disk."""
     place.run.create()
     shared = place.run.path.parents[2]
     elsewhere = shared.with_name("disk")

@@ -118,7 +118,7 @@ async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
 async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where nothing is idle, further connections are refused."""
+    """Further connections are refused."""
     hung: list[asyncio.Future[None]] = []
 
     async def hang(_: web.Request) -> None:

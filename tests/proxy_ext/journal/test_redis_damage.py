@@ -1,5 +1,5 @@
-"""What a start finds damaged, or another's, in Redis and in the run's folder: it is named, and
-nothing of it is overwritten."""
+"""A start names what it finds damaged, or another's, in Redis and in the run's folder, and
+overwrites nothing of it."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
 async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is idle, further connections are refused."""
+    """Further connections are refused."""
     before = BoundedProtocol.limit.open
     monkeypatch.setattr(BoundedProtocol.limit, "most", before + 40)
     wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(72)]
