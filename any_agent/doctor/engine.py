@@ -55,6 +55,7 @@ _PARAMETERS_OF = {
     "grammar": "response_format",
     "structural_tag": "response_format together with tools",
     "seed": "seed in eval sessions",
+    "bound_tokens": "training on what a grammar leaves free of an answer",
 }
 
 

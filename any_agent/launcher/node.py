@@ -191,7 +191,7 @@ class Node:
                 say("service   stopping: running calls are cut off")
         finally:
             self.stop()
-        step = latest_step(self.dir.checkpoints)
+        step = latest_step(self.dir.checkpoints) if self.options.train else None
         kept = "" if step is None else f"; the same command goes on from step {step}"
         say(f"service   stopped{'; unfinished work was cut off' if cut else ''}{kept}")
 

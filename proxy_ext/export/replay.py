@@ -78,6 +78,9 @@ class ReplayedCall:
     versions: list[int]
     temperature: float
     untrainable_reason: str | None
+    bound: int
+    """The tokens of a trained call that a grammar decided: their recorded log-probabilities are not
+    the model's own."""
     recorded_logprobs: list[float]
     recorded: Message
     logprobs: list[float]
@@ -257,6 +260,7 @@ def _call(
         sorted(set(node.output_versions.tolist())),
         node.gconfig.temperature,
         node.untrainable_reason,
+        int((node.loss_mask() == 0).sum()) if node.trainable else 0,
         recorded,
         message,
         now,
@@ -381,6 +385,7 @@ def _as_text(
             f"call {call.number:<4} {call.interaction_id}: {call.prompt_tokens} prompt tokens, "
             f"{len(call.output_ids)} sampled at T={call.temperature:g} under version {versions}"
             + (f"; untrained: {call.untrainable_reason}" if call.untrainable_reason else "")
+            + (f"; {call.bound} of them decided by a grammar" if call.bound else "")
         )
         yield f"logprobs  {_described(call.comparison, call.output_ids, codec)}"
         yield from _shown("recorded", call.recorded)

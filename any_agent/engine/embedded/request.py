@@ -101,15 +101,15 @@ class EngineRequest:
                 EngineUnavailable("the model's logits are not finite: check its weights")
             )
             return
-        grammar = None
-        if self.processor is not None:
-            grammar = self.processor.grammar
-            self.processor.push(token)
-        if self.processor is not None and grammar is not None:
-            if (error := grammar.error) is not None:
-                self.finish = FinishReason.failure(error)
-                return
-            self.bound.append(self.processor.bound)
+        processor = self.processor
+        grammar = processor.grammar if processor is not None else None
+        if processor is not None:
+            processor.push(token)
+            if grammar is not None:
+                if (error := grammar.error) is not None:
+                    self.finish = FinishReason.failure(error)
+                    return
+                self.bound.append(processor.bound)
         self.logprobs.append(logprob)
         if self.top:
             self.tops.append(top)

@@ -36,7 +36,7 @@ class LogitsProcessor:
         penalties = c.frequency_penalty, c.presence_penalty, c.repetition_penalty
         self._penalised = penalties != (0, 0, 1)
         self._counts: dict[int, int] = {}
-        self._scale = 1.0 if c.temperature < GREEDY_BELOW else c.temperature
+        self._scale = _scale(c)
         self.bound = False
         """True if the grammar decides the next token, in part at least."""
 
@@ -103,7 +103,7 @@ class BatchSampler:
         ]
         self._tops = [(row, top) for row, top in enumerate(tops) if top]
         greedy = [c.temperature < GREEDY_BELOW for c in configs]
-        scale = [1.0 if g else c.temperature for g, c in zip(greedy, configs, strict=True)]
+        scale = [_scale(c) for c in configs]
         cut = [not g and _cuts(c) for g, c in zip(greedy, configs, strict=True)]
         self._scaled = any(s != 1.0 for s in scale)
         self._any_greedy, self._all_greedy = any(greedy), all(greedy)
@@ -179,6 +179,11 @@ class BatchSampler:
         if self._log_min_p is not None:
             outside |= ordered < ordered[:, :1] + self._log_min_p
         return logprobs.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+
+
+def _scale(config: GenerationHyperparameters) -> float:
+    """Return the temperature that log-probabilities are of: 1 for a greedy request."""
+    return 1.0 if config.temperature < GREEDY_BELOW else config.temperature
 
 
 def _cuts(config: GenerationHyperparameters) -> bool:

@@ -78,7 +78,7 @@ async def record(trial: RunDir, chat: ChatFormat, model: Path) -> list[list[int]
     first = chat.render([{"role": "user", "content": "hi"}], None)
     second = [*first, *OUTPUT, *first[-4:]]
     one = call("one", None, first, model)
-    two = call("two", one, second, model)
+    two = replace(call("two", one, second, model), request={"bound": [[0, 2]]})
     three = call("three", one, second, model, t=0.0)
     row = make_row("s-0-a", state=SessionState.TRAINED)
     rank = await Rank(trial.path).start()
@@ -150,6 +150,7 @@ async def test_a_report_for_people(
     out = capsys.readouterr().out
     assert out.startswith("session   s-0-a (trained), 3 calls\nagainst   version 21: ")
     assert "sampled at T=0.7 under version 11" in out
+    assert out.count("decided by a grammar") == 1 and "; 2 of them decided by a grammar" in out
     assert out.count("\nrecorded  ho\n") == out.count("\nnow       ") == 3
     assert "all calls mean " in out and "of 3 answers are the same" in out
 
