@@ -134,8 +134,9 @@ define install
 	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c constraints.txt $(TORCH)
 	@echo "setup    installing any-agent-rl[$(1)]: silent for a minute or some"
 	@$(PIP) -c constraints.txt uv
-	@$(UV) -c constraints.txt -e '.[$(1)]' || { \
-	  echo "setup    uv could not; pip installs it, in some minutes"; $(PIP) -c constraints.txt -e '.[$(1)]'; \
+	@$(UV) -c constraints.txt -e '.[$(1)]' 2>$(VENV)/uv.log || { \
+	  echo "setup    uv could not (why: $(VENV)/uv.log); pip installs it, in some minutes"; \
+	  $(PIP) -c constraints.txt -e '.[$(1)]'; \
 	}
 	@$(COMPILE)
 	@touch $@

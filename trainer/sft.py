@@ -27,7 +27,7 @@ from any_agent.config import Config, load_config
 from any_agent.data.json_lines import read_json_lines
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
-from any_agent.runtime.command_line import guarded, overrides_of, parse
+from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse
 from trainer.adapter_files import FOLDER, save_adapter
 from trainer.from_config import learning_rate, policy_config, require_warm_up, seed_all
 from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
@@ -337,7 +337,7 @@ class _Tuning:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="any-agent sft")
+    parser = CommandParser(prog="any-agent sft")
     add_sft_arguments(parser)
     arguments = parse(parser, argv)
     return guarded(lambda: run(arguments))

@@ -150,7 +150,7 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         "version": run["version"],
         "step": step.get("step"),
         "reward": step.get("reward"),
-        "of all since": run["since_step"]["reward"],
+        "reward of all since": run["since_step"]["reward"],
         "staleness": step.get("staleness_mean"),
         "calls/s": run["calls_rate"],
         "tokens/s": run["tokens_rate"],
@@ -166,12 +166,8 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         yield "", "sessions  none yet: agents open them with start_session"
     if run["why"]:
         yield "", f"waits     {_said(run['why'])}"
-    slots = run["slots"]
-    yield (
-        "",
-        f"slots     {slots['waiting']} opens wait for one; of {slots['limit']} allowed so far, "
-        f"{slots['admitted']} are taken, {slots['reserved']} kept for groups",
-    )
+    if slots := _slots(run):
+        yield "", f"slots     {slots}"
     for group in run["groups"]:
         yield (
             "",
@@ -179,6 +175,21 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
             f"members, closes in {_span(group['closes_in'])}",
         )
     yield from _phases(run["phases"])
+
+
+def _slots(run: dict[str, Any]) -> str:
+    """Describe the slots of train sessions; "" where nothing trains, or no more."""
+    state = next((part["state"] for part in run["parts"] if part["name"] == "trainer"), "done")
+    slots = run["slots"]
+    if state == "done" and not slots["waiting"]:
+        return ""
+    opens = f"{slots['waiting']} opens wait for one"
+    if state == "starting":
+        return f"{opens}; the trainer gives them as soon as it has its model"
+    return (
+        f"{opens}; since the run began {slots['limit']} were given, {slots['admitted']} are taken, "
+        f"{slots['reserved']} kept for groups"
+    )
 
 
 def _parts(run: dict[str, Any], step: dict[str, Any]) -> Iterator[Line]:

@@ -23,7 +23,7 @@ from any_agent.inference.text_codec import TextCodec, words_of
 from any_agent.inference.weights_source import WeightsSource, find_weights_source
 from any_agent.launcher.trial import find_trial, newest_weights
 from any_agent.record import InteractionTree, is_frozen, lacks_texts
-from any_agent.runtime.command_line import guarded, overrides_of, parse, printable
+from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse, printable
 from any_agent.types import GenerationHyperparameters, Interaction, Message, ModelRequest
 from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.reader import find_session
@@ -96,7 +96,7 @@ class ReplayedCall:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="any-agent replay")
+    parser = CommandParser(prog="any-agent replay")
     add_replay_arguments(parser)
     arguments = parse(parser, argv)
     # Loading a model warns about much that has no meaning here.

@@ -343,7 +343,7 @@ def test_nothing_outlives_a_killed_launcher(lab: Lab) -> None:
         pass
 
 
-def test_a_port_in_use_is_told_before_anything_is_started(lab: Lab) -> None:
+def test_a_port_in_use_is_told_before_anything_is_started_and_leaves_no_trial(lab: Lab) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -351,6 +351,7 @@ def test_a_port_in_use_is_told_before_anything_is_started(lab: Lab) -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"), lab.node(f"server.port={port}"):
             pass
     assert lab.events("starts") == []
+    assert not (lab.home / "runs").exists()
 
 
 def test_two_services_in_one_run_directory(lab: Lab) -> None:
