@@ -189,7 +189,7 @@ class HealthReport:
         """The last line without a terminal, and when it was said."""
 
     def renew(self) -> None:
-        """Say the figures again soon: what is shown is of before an event, such as the last step."""
+        """Say the figures again soon: what was said is of before an event, as the last step."""
         line, _ = self._said
         self._said = (line, self._clock() - _PLAIN_INTERVAL + _SETTLED)
 

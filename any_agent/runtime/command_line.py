@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -359,3 +361,16 @@ def positive(text: str, what: str = "number") -> float:
 
 
 seconds = partial(positive, what="number of seconds")
+
+
+def moment(text: str) -> float:
+    """Parse a time, or how long ago it was, into seconds since the epoch."""
+    age, unit = text[:-1], text[-1:]
+    if unit in UNIT_SECONDS and age.isascii() and age.isdecimal():
+        return time.time() - int(age) * UNIT_SECONDS[unit]
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: write it like 2026-01-31T12:00, 90m, 12h or 7d"
+        ) from None
