@@ -298,7 +298,8 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
     asked = parse_qs(lab.ranks[0].received[-1].target.partition("?")[2])
     assert asked["reason"] == ["timed out"]
     assert 0 <= float(asked["created_after"][0]) - (before - 3600) < 60
-    assert "<option selected>hour" in answer.text and 'name="reason" value="timed out"' in answer.text
+    assert "<option selected>hour" in answer.text
+    assert 'name="reason" value="timed out"' in answer.text
     await lab.get("/ui/sessions?lately=1e9")
     assert "created_after" not in lab.ranks[0].received[-1].target
     answer = await lab.get("/ui/sessions?min_reward=x")
