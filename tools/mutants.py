@@ -31,7 +31,7 @@ TABLE = ROOT / "tests" / "mutants.md"
 LIMIT = 900.0
 """Seconds for one fault's tests: a fault may make a test wait until its own limit."""
 _sound: dict[tuple[str, ...], tuple[int, str]] = {}
-"""What tests say without a fault."""
+"""The outcome of tests without a fault."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -52,7 +52,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a fault's tests said of it."""
+    """The outcome of a fault's tests."""
 
     mutant: Mutant
     caught_by: str = ""
