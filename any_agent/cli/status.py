@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, with_client
 from any_agent.errors import (
-    ConfigError,
     Forbidden,
     NotFound,
     ServiceUnavailable,
@@ -58,6 +58,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     live = sys.stdout.isatty() and not (arguments.once or arguments.json)
+    if live and find_spec("rich") is None:
+        print("note: without rich (pip install rich) it is printed once", file=sys.stderr)
+        live = False
     try:
         if live:
             return _live(arguments)
@@ -87,14 +90,9 @@ def _live(arguments: argparse.Namespace) -> int:
     """Renew the screen until Ctrl-C; return the exit code of the last look."""
     import asyncio
 
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'the live screen needs rich: pip install "any-agent-rl[train]", or print once with '
-            "--once"
-        ) from None
+    from rich.live import Live
+    from rich.text import Text
+
     code, shown = 2, list[Line]()
 
     def drawn() -> Text:

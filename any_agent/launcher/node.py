@@ -192,7 +192,14 @@ class Node:
         finally:
             self.stop()
         step = latest_step(self.dir.checkpoints) if self.options.train else None
-        kept = "" if step is None else f"; the same command goes on from step {step}"
+        kept = ""
+        if step is not None:
+            done = step >= self.config.train.steps
+            kept = (
+                f"; {step} steps are done"
+                if done
+                else (f"; the same command goes on from step {step}")
+            )
         say(f"service   stopped{'; unfinished work was cut off' if cut else ''}{kept}")
 
     def _warn_of_cut_trainer(self, say: Callable[[str], None]) -> None:
