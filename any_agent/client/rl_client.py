@@ -450,10 +450,10 @@ class RLClient:
         if response.status_code < 400:
             return response
         status = response.status_code
-        if base == "/rl/v1" and (status in (404, 405) or not _has_error(response)):
+        foreign = status in (404, 405) or not (status in _GATEWAYS or _has_error(response))
+        if base == "/rl/v1" and foreign:
             # Every any-agent service has this route, so another server has answered.
-            if status not in _GATEWAYS:
-                _require_our_api(response, url)
+            _require_our_api(response, url)
         refusal = errors.from_response(
             response.status_code, response.content, response.headers.get("retry-after")
         )
