@@ -440,7 +440,8 @@ class RLClient:
                 never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 if not (once or repeatable or never_sent) or last:
                     raise errors.ServiceUnavailable(
-                        f"{url} does not answer ({type(error).__name__}); is the service running?"
+                        f"{url} does not answer ({type(error).__name__}); is the service running"
+                        f"{', and is it https' if str(url).startswith('https') else ''}?"
                         if url is not None
                         else self._unknown_address
                     ) from (None if never_sent else error)
