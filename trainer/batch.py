@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,13 +33,7 @@ from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory, runs_of
 from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
-from trainer.kl_reward import (
-    Divergences,
-    Place,
-    found_divergences,
-    less_divergence,
-    with_returns,
-)
+from trainer.kl_reward import found_divergences, less_divergence, with_returns
 from trainer.rows import Row, foreign_id, mark_fresh, mask_stale, with_training_signal
 from trainer.updates import divide
 
@@ -140,11 +135,29 @@ def training_batch(
     """
     unfit = partial(_unfit, limit=config.max_row_tokens, vocabulary=vocabulary, context=context)
     rewards = [[session_rewards(s, config) for s in group] for group in groups]
-    divergences: Divergences = {}
+    made = [
+        [_rows(*one, temperature) for one in zip(*both, strict=True)]
+        for both in zip(groups, rewards, strict=True)
+    ]
+    divergences: dict[tuple[int, int], list[torch.Tensor]] = {}
+    """Those of each session's rows, by the numbers of its group and its own."""
     if config.kl_reward_coef:
         assert reference is not None, "the trainer has a reference model"
-        divergences = found_divergences(_places(groups, rewards, temperature, unfit), reference)
-        rewards = less_divergence(rewards, divergences, config.kl_reward_coef)
+        fit = {
+            (number, place): rows
+            for number, of_group in enumerate(made)
+            for place, rows in enumerate(of_group)
+            if unfit(rows) is None
+        }
+        found = iter(found_divergences(list(chain(*fit.values())), reference))
+        divergences = {place: list(islice(found, len(rows))) for place, rows in fit.items()}
+        rewards = [
+            [
+                less_divergence(r, divergences.get((number, place), ()), config.kl_reward_coef)
+                for place, r in enumerate(of_group)
+            ]
+            for number, of_group in enumerate(rewards)
+        ]
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
     of_rows: list[Row] = []
@@ -167,14 +180,19 @@ def training_batch(
             if dropped:
                 batch.rejected[session.session_id] = "zero_variance"
                 continue
-            rows = _rows(session, r, advantages, temperature)
-            if (found := unfit(rows)) is not None:
-                reason, why = found
+            rows = made[number][place]
+            if (problem := unfit(rows)) is not None:
+                reason, why = problem
                 log.warning("session %s is not trained on: %s", session.session_id, why)
                 batch.rejected[session.session_id] = reason
                 continue
+            counted = (a for a, one in zip(advantages, r.counted, strict=True) if one)
+            rows = [
+                row | {"advantages": torch.tensor(advantage, dtype=torch.float32)}
+                for row, advantage in zip(rows, counted, strict=True)
+            ]
             if divergences and config.advantage_estimator in RETURNS_OF_TOKENS:
-                own = [divergences[number, place, k] for k, one in enumerate(r.counted) if one]
+                own = divergences[number, place]
                 factor = 0 if estimate.zero_variance else config.kl_reward_coef / estimate.scale
                 rows = [with_returns(row, d, factor) for row, d in zip(rows, own, strict=True)]
             rows = [
@@ -198,21 +216,6 @@ def training_batch(
     sessions = [session for _, session in owners]
     batch.rows = _weighted_parts(of_rows, sessions, batch.minibatches, config)
     return batch
-
-
-def _places(
-    groups: Sequence[Group],
-    rewards: Sequence[Sequence[SessionRewards]],
-    temperature: float,
-    unfit: Callable[[Sequence[Row]], object],
-) -> Iterator[tuple[Place, Row]]:
-    """Yield the rows of all counted interactions, but for sessions with a row that is unfit."""
-    for number, (group, of_group) in enumerate(zip(groups, rewards, strict=True)):
-        for place, (session, r) in enumerate(zip(group, of_group, strict=True)):
-            rows = _rows(session, r, [0.0] * len(r.counted), temperature)
-            if unfit(rows) is None:
-                counted = (k for k, one in enumerate(r.counted) if one)
-                yield from zip(((number, place, k) for k in counted), rows, strict=True)
 
 
 def _unfit(
@@ -335,29 +338,22 @@ def versions_in(groups: Sequence[Group]) -> set[int]:
     return {int(version) for versions in sampled for version in np.unique(versions)}
 
 
-def _rows(
-    session: Session, rewards: SessionRewards, advantages: Sequence[float], temperature: float
-) -> list[Row]:
-    """Return the rows of the counted interactions, with the inputs of the loss."""
-    return [
-        with_training_signal(row_to_tensors(row), advantage=advantage, temperature=at)
-        for (row, at), counted, advantage in zip(
-            _plain_rows(session, rewards, temperature), rewards.counted, advantages, strict=True
-        )
-        if counted
-    ]
-
-
-def _plain_rows(
-    session: Session, rewards: SessionRewards, temperature: float
-) -> Iterator[tuple[PlainRow, float]]:
+def _rows(session: Session, rewards: SessionRewards, temperature: float) -> list[Row]:
+    """Return the rows of the counted interactions, still without advantages."""
     if isinstance(session, SampledSession):
-        for row, at in zip(session.rows, session.temperatures, strict=True):
-            yield row, temperature if at is None else at
-        return
-    tree = InteractionTree.from_interactions(session.interactions)
-    for node, r in zip(session.interactions, rewards.rewards, strict=True):
-        yield interaction_row(tree, node.id, r), node.gconfig.temperature
+        known = (temperature if at is None else at for at in session.temperatures)
+        plain: Iterable[tuple[PlainRow, float]] = zip(session.rows, known, strict=True)
+    else:
+        tree = InteractionTree.from_interactions(session.interactions)
+        plain = (
+            (interaction_row(tree, node.id, r), node.gconfig.temperature)
+            for node, r in zip(session.interactions, rewards.rewards, strict=True)
+        )
+    return [
+        with_training_signal(row_to_tensors(row), temperature=at)
+        for (row, at), one in zip(plain, rewards.counted, strict=True)
+        if one
+    ]
 
 
 def _is_dull(group: Group, config: TrainConfig) -> bool:
@@ -389,22 +385,15 @@ class ScoresSinceStep:
             self._scored += len(scores)
             self._dull += len(scores) if dull else 0
 
-    def read(self) -> dict[str, Any]:
+    def read(self, *, take: bool = False) -> dict[str, Any]:
         """Return `reward` (the mean, None without any), `sessions`, and `dull`, how many of them
-        had a group that teaches nothing."""
+        had a group that teaches nothing; ``take``: and begin again."""
         with self._lock:
-            return self._now()
-
-    def take(self) -> dict[str, Any]:
-        """Return the same, and begin again."""
-        with self._lock:
-            found = self._now()
-            self._sum, self._scored, self._dull = 0.0, 0, 0
+            mean = self._sum / self._scored if self._scored else None
+            found = {"reward": mean, "sessions": self._scored, "dull": self._dull}
+            if take:
+                self._sum, self._scored, self._dull = 0.0, 0, 0
             return found
-
-    def _now(self) -> dict[str, Any]:
-        mean = self._sum / self._scored if self._scored else None
-        return {"reward": mean, "sessions": self._scored, "dull": self._dull}
 
 
 class ZeroVarianceGroups:
@@ -414,10 +403,10 @@ class ZeroVarianceGroups:
         self._config = config.model_copy(update={"overlong_length": None})
         self.trainability = TrainabilityWatch()
         self.scores = ScoresSinceStep()
-        self.consecutive = 0
         self._recent: deque[str | None] = deque(maxlen=_RECENT_GROUPS)
         """Why each of the last groups was left out; None for a useful one."""
         self._reasons: Counter[str] = Counter()
+        """The reasons of the groups that were left out since the last useful one."""
         self._score: float | None = None
         """The score of the last group whose runs all scored the same."""
 
@@ -438,8 +427,9 @@ class ZeroVarianceGroups:
         elif dull and self._config.dynamic_sampling == "refill":
             reason = "zero_variance"
         else:
-            self.reset()
             self._recent.append(None)
+            self._reasons.clear()
+            self._score = None
             return None
         if scores:
             self._score = scores[0]
@@ -455,15 +445,13 @@ class ZeroVarianceGroups:
         rewards = [session_rewards(session, self._config) for session in group]
         return [r.score for r in rewards if r.score is not None]
 
-    def reset(self) -> None:
-        """Restart the count, after a group that can be trained on."""
-        self.consecutive = 0
-        self._reasons.clear()
-        self._score = None
+    @property
+    def consecutive(self) -> int:
+        """The number of groups that were left out since the last useful one."""
+        return self._reasons.total()
 
     def count(self, reason: str) -> None:
         """Count one more group that was left out for ``reason``."""
-        self.consecutive += 1
         self._recent.append(reason)
         self._reasons[reason] += 1
 

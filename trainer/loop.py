@@ -36,7 +36,6 @@ from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.command_channel import Leader
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.origin import require_same_origin
 from trainer.policy import Policy, StepResult
 from trainer.publisher import (
     TIMEOUT,
@@ -215,15 +214,9 @@ class TrainingLoop:
         """Tell every rank, whose journal may be full."""
         self._write(lambda: announce(self._executor, state, self._status), "the ranks' journals")
 
-    def _write(
-        self,
-        work: Callable[[], T],
-        what: str,
-        needed: Callable[[], int] = int,
-        folder: Path | None = None,
-    ) -> T:
+    def _write(self, work: Callable[[], T], what: str, folder: Path | None = None) -> T:
         """``folder``: where it writes, as folders of the run may be links to other disks."""
-        return self.disk.write(work, folder or self.dir.path, what, needed)
+        return self.disk.write(work, folder or self.dir.path, what)
 
     def _finish(self) -> None:
         self._announce_state("finished")
@@ -363,9 +356,8 @@ class TrainingLoop:
         )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
-        if taken.origin is not None and (now := self._checkpoints.origin) is not None:
-            where = f"step {taken.step} ({self._manifests.path(taken.step)})"
-            require_same_origin(where, taken.origin, now, self.policy)
+        where = f"step {taken.step} ({self._manifests.path(taken.step)})"
+        self._checkpoints.require_same_origin(where, taken.origin, self.policy)
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
             found |= self._write(

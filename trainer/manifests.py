@@ -67,8 +67,7 @@ class Manifest:
     reference: dict[str, Any] | None = None
     """The name and the weights of the reference model; None without one."""
     origin: dict[str, Any] | None = None
-    """The result of :func:`trainer.origin.origin_of`; None of a trainer that began with a
-    checkpoint."""
+    """:attr:`trainer.run_checkpoints.RunCheckpoints.origin`."""
 
     def __post_init__(self) -> None:
         if odd := self.settings.keys() ^ set(SETTINGS):

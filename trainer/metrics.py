@@ -314,7 +314,7 @@ def step_line(
 ) -> dict[str, Any]:
     """Return a step's line as plain data; it takes the statistics that workflows have recorded, and
     the scores of all sessions since the step before (`all`)."""
-    now, every = source.capacity, source.zero_variance.scores.take()
+    now, every = source.capacity, source.zero_variance.scores.read(take=True)
     return {
         "time": time.time(),
         "step": step,

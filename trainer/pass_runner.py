@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from any_agent.errors import StartupError
-from trainer.layer_probe import use_compiled_layers
-from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs, try_fused
+from trainer.logprobs import hidden_of, logprobs_of, try_fused
 from trainer.model import context_of
+from trainer.model_probes import neighbours_reason, use_compiled_layers, use_tree_attention
 from trainer.packing import (
     Items,
     Pass,
@@ -31,7 +31,6 @@ from trainer.packing import (
 from trainer.pass_size import CPU_TOKENS
 from trainer.rows import Row, count_trained, foreign_id, is_trained
 from trainer.tree_attention import TreePass
-from trainer.tree_probe import neighbours_reason, use_tree_attention
 from trainer.world import UnshardedModel, World, everywhere
 
 log = logging.getLogger(__name__)
@@ -175,10 +174,7 @@ class PassRunner:
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
             how = (self.head_chunk, self.fused, entropy_gradient)
-            if hidden is None:
-                logprobs, entropies = self.within(pass_logprobs, work, tree, *how)
-            else:
-                logprobs, entropies = self.within(logprobs_of, hidden, work.items, *how)
+            logprobs, entropies = self.within(logprobs_of, hidden, work, tree, *how)
             return Computed(number, work.items, tree, logprobs, entropies, hidden)
 
         for number, one in enumerate(passes):
@@ -186,7 +182,8 @@ class PassRunner:
                 yield close()
             work, tree, hidden = one.to(self._device), None, None
             if work.depths is not None:
-                past = _past(one, passes, {k: ancestor for k, _, ancestor, _ in opened})
+                above = next((tree for k, _, tree, _ in opened if k == one.parent), None)
+                past = [] if above is None else [*above.past, above]
                 tree = TreePass(work.blocks, int(work.depths.max()), past, number in parents)
             if work.keeps:
                 hidden = self.within(hidden_of, work, tree)
@@ -199,19 +196,16 @@ class PassRunner:
 
         No gradient is kept. In a world all processes must call it together.
         """
-        found = [torch.zeros(0)] * len(passes)
-        with torch.no_grad():
-            for done in self.run(passes):
-                found[done.number] = done.logprobs.cpu()
-        return found
+        return self._without_gradient(passes, "logprobs")
 
     def entropies(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the entropies at each pass's items, as :meth:`logprobs`."""
-        found = [torch.zeros(0)] * len(passes)
+        return self._without_gradient(passes, "entropies")
+
+    def _without_gradient(self, passes: Sequence[Pass], what: str) -> list[Tensor]:
         with torch.no_grad():
-            for done in self.run(passes):
-                found[done.number] = done.entropies.cpu()
-        return found
+            found = {done.number: getattr(done, what).cpu() for done in self.run(passes)}
+        return [found[number] for number in range(len(passes))]
 
     def row_logprobs(self, rows: Sequence[Row], token_budget: int | None = None) -> list[Tensor]:
         """Return the log-probabilities of each row's trained tokens, as :meth:`of_rows`."""
@@ -313,16 +307,3 @@ class PassRunner:
 def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
-
-
-def _past(
-    one: Pass, passes: Sequence[Pass], opened: Mapping[int, TreePass | None]
-) -> list[TreePass]:
-    """Return the passes that a pass descends from, the root first."""
-    out = []
-    while one.parent >= 0:
-        ancestor = opened[one.parent]
-        assert ancestor is not None, "idle passes have no descendants"
-        out.append(ancestor)
-        one = passes[one.parent]
-    return out[::-1]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer.world import local_part
 
@@ -42,7 +40,7 @@ def pass_tokens(
     if device.type == "cpu":
         return fitting(CPU_ACTIVATIONS / kept, *CPU_TOKENS)
     free, _ = torch.cuda.mem_get_info(device)
-    state = 0 if offload else _TO_COME * _count(trained)
+    state = 0 if offload else _TO_COME * sum(local_part(p).numel() for p in trained)
     return fitting(GPU_SHARE * (free - state) / kept, *GPU_TOKENS)
 
 
@@ -53,10 +51,6 @@ def fitting(tokens: float, least: int, most: int) -> int:
     """
     steps = [k << shift for shift in range(most.bit_length()) for k in (2, 3)]
     return max((n for n in steps if least <= n <= min(tokens, most)), default=least)
-
-
-def _count(parameters: Iterable[Tensor]) -> int:
-    return sum(local_part(p).numel() for p in parameters)
 
 
 def token_bytes(config: Any, number: int, *, checkpointing: bool) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.command_channel import Leader
-from trainer.lora import BaseWeights, merged, switched_off
+from trainer.lora import BaseWeights, merged
 from trainer.loss import (
     LOSSES,
     LossConfig,
@@ -167,17 +167,6 @@ class Policy:
         """
         stored = stored_tensors(self.model)
         return merged(self.model, stored, names, lambda t: whole_tensor(t.detach(), self.device))
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """Let this process compute the log-probabilities of the base model, bit for bit.
-
-        Raises ValueError for a policy without an adapter.
-        """
-        if self.config.lora is None:
-            raise ValueError("this policy has no adapter: train.lora is not set")
-        with switched_off(self.model):
-            yield
 
     def train(
         self,

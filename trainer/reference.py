@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from any_agent.errors import ConfigError
+from trainer.lora import switched_off
 from trainer.model import loaded
 from trainer.packing import Pass
 from trainer.pass_runner import PassRunner
@@ -75,7 +76,7 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
 
 
 def _without_adapter(policy: Policy, passes: Sequence[Pass]) -> list[Tensor]:
-    with policy.without_adapter():
+    with switched_off(policy.model):
         return policy.runner.logprobs(passes)
 
 

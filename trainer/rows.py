@@ -71,7 +71,7 @@ def count_trained(rows: Sequence[Row]) -> int:
     return sum(int(row["loss_mask"].sum()) for row in rows)
 
 
-def with_training_signal(row: Row, *, advantage: float, temperature: float) -> Row:
+def with_training_signal(row: Row, *, advantage: float = 0.0, temperature: float) -> Row:
     """Return the row with its advantage and temperature, which the loss needs."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: greedy tokens have no behaviour probability")
@@ -79,6 +79,19 @@ def with_training_signal(row: Row, *, advantage: float, temperature: float) -> R
         "advantages": torch.tensor(advantage, dtype=torch.float32),
         "temperatures": torch.tensor(temperature, dtype=torch.float32),
     }
+
+
+def written_row(ids: Sequence[int], mask: Sequence[int], *, advantage: float) -> Row:
+    """Return a row that no engine sampled, with these token ids and this ``loss_mask``."""
+    row = {
+        "input_ids": torch.tensor(ids, dtype=torch.int32),
+        "loss_mask": torch.tensor(mask, dtype=torch.int32),
+        "logprobs": torch.zeros(len(ids)),
+        "versions": torch.tensor(mask, dtype=torch.int32) - 1,
+        "attention_mask": torch.ones(len(ids), dtype=torch.bool),
+        "rewards": torch.tensor(0.0),
+    }
+    return with_training_signal(row, advantage=advantage, temperature=1.0)
 
 
 def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:

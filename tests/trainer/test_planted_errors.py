@@ -274,8 +274,8 @@ def own_divergence_given_back(row: Any, divergence: Tensor, factor: float) -> An
     return original_with_returns(row, divergence.roll(-1), factor)
 
 
-def divergence_of_the_other_sign(places: Any, reference: Any) -> Any:
-    return {place: -d for place, d in found_divergences(places, reference).items()}
+def divergence_of_the_other_sign(rows: Any, reference: Any) -> Any:
+    return [-d for d in found_divergences(rows, reference)]
 
 
 def kl_without_half(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:

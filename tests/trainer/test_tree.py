@@ -25,9 +25,9 @@ from tests.support.trainer.trees import (
 )
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig
+from trainer.model_probes import use_tree_attention
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
-from trainer.tree_probe import use_tree_attention
 from trainer.world import alone, leave, whole_tensor
 
 BUDGETS = [2, 9, 40, 10_000]

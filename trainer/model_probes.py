@@ -1,25 +1,40 @@
-"""The checks at load of how rows may be computed: as a tree of tokens, in batches, or alone."""
+"""The checks at load of how a model computes rows: as a tree of tokens, in batches, or alone; and
+by layers that torch.compile fuses.
+
+In each check ``run(work, *arguments)`` returns ``work(model, *arguments)``, and ``dtype`` is the
+type that the model computes in. In a world all processes must call it together.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from types import MethodType
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from any_agent.errors import StartupError
+from trainer.compiling import compiled, reason_of
 from trainer.logprobs import hidden_of
 from trainer.model import context_of
-from trainer.packing import Items, padded_passes, tree_passes
-from trainer.rows import Row, with_training_signal
-from trainer.tree_attention import NAME, TreePass
+from trainer.packing import Items, Pass, padded_passes, tree_passes
+from trainer.rows import Row, written_row
+from trainer.tree_attention import NAME, TreePass, tree_attention
+from trainer.world import layers_of
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """The relative difference between hidden states, computed in two ways, that is rounding."""
 _COARSE_TOLERANCE = 0.05
+"""The same of a smaller type."""
+_COARSE_TOLERANCE_OF_LAYERS = 0.1
+"""Kernels by themselves round where fused ones do not."""
+_LAYER_TOKENS = 4096
+"""The most tokens of a pass that is tried with fused layers."""
 
 
 def neighbours_reason(
@@ -32,9 +47,8 @@ def neighbours_reason(
 
     A row is computed alone, and beside longer ones of few different tokens, in the mode in which
     the model is trained: experts of limited capacity would be full then. Positions are rotated in
-    a short row alone, and beside one as long as the context. Arguments as of
-    :func:`use_tree_attention`. Raises StartupError for a model that computes the same row
-    differently each time.
+    a short row alone, and beside one as long as the context. Raises StartupError for a model that
+    computes the same row differently each time.
     """
     name = type(model).__name__
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -46,17 +60,17 @@ def neighbours_reason(
         if context and any(_rotates_by_length(one, context, like) for one in model.modules()):
             return f"{name} scales positions by the longest row of a batch"
         alone, again, among = (
-            run(hidden_of, one.to(device), None)[-1, : len(row["input_ids"])].double()
+            _hidden(run, one.to(device))[-1, : len(row["input_ids"])].double()
             for rows in ([row], [row], [row, *beside])
             for one in padded_passes(rows, 1024)
         )
-        if (error := _difference(again, alone)) > TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+        if (error := _difference(again, alone)) > _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
             raise StartupError(
                 f"{name} computes other hidden states each time that it gets the same row (by "
                 f"{error:.1e}): set the rates of dropout and noise to 0 in its config.json, or "
                 "train.gradient_checkpointing=false"
             )
-        if (error := _difference(among, alone)) > TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+        if (error := _difference(among, alone)) > _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
             return (
                 f"{name} computes other hidden states of a row beside other rows (by {error:.1e})"
             )
@@ -95,11 +109,7 @@ def use_tree_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Switch a model to attention over trees; None, or the reason why it stays as it was.
-
-    ``run(work, *arguments)`` returns ``work(model, *arguments)``; ``dtype`` is the type that the
-    model computes in. In a world all processes must call it together.
-    """
+    """Switch a model to attention over trees; None, or the reason why it stays as it was."""
     before = model.config._attn_implementation
     reason = _by_config(model, before)
     if reason is not None:
@@ -150,12 +160,12 @@ def _by_probe(
     by_rows, by_tree = by_rows.to(device), by_tree.to(device)
     tree = TreePass(by_tree.blocks, len(rows[0]["input_ids"]))
     with torch.no_grad():
-        expected = run(hidden_of, by_rows, None).flatten(0, 1)[_in_order(by_rows.items)].double()
+        expected = _hidden(run, by_rows).flatten(0, 1)[_in_order(by_rows.items)].double()
         found = run(hidden_of, by_tree, tree)[0][_in_order(by_tree.items)].double()
     name, layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
     if len(tree.layers) != layers:
         return f"{len(tree.layers)} of {layers} layers of {name} use the attention function"
-    if (error := _difference(found, expected)) > TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+    if (error := _difference(found, expected)) > _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
         return f"{name} computes other hidden states over shared prefixes (by {error:.1e})"
     return None
 
@@ -174,11 +184,86 @@ def _branching_rows(vocabulary: int) -> list[Row]:
 
 def trained_row(ids: list[int]) -> Row:
     """Return a row with these token ids, whose every token is trained that has a predecessor."""
-    n = len(ids)
-    row = {
-        "input_ids": torch.tensor(ids, dtype=torch.int32),
-        "loss_mask": torch.tensor([0, *[1] * (n - 1)], dtype=torch.int32),
-        "logprobs": torch.zeros(n),
-        "attention_mask": torch.ones(n, dtype=torch.bool),
-    }
-    return with_training_signal(row, advantage=0.0, temperature=1.0)
+    return written_row(ids, [0, *[1] * (len(ids) - 1)], advantage=0.0)
+
+
+def _hidden(run: Callable[..., Tensor], one: Pass) -> Tensor:
+    tree = TreePass(one.blocks, int(one.depths.max())) if one.depths is not None else None
+    return run(hidden_of, one, tree)
+
+
+def use_compiled_layers(
+    model: Any,
+    run: Callable[..., Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    packing: Literal["tree", "rows"],
+    tokens: int,
+) -> str | None:
+    """Compile a model's layers, in place; None, or the reason why they stay as they are.
+
+    Norms, rotations and activations become few kernels; attention over trees stays one call. A pass
+    of some thousand ``tokens``, at most as many as given, is computed before and after, and
+    backward where there is something to train, which compiles the kernels. Raises StartupError
+    for layers that cannot be compiled, or compute otherwise then.
+    """
+    name, layers = type(model).__name__, layers_of(model)
+    # A recurrent layer is a loop over tokens, unless a kernel for it is installed: it would be
+    # compiled for minutes, for each length.
+    if reason := other_layers(model):
+        return reason
+    if not layers:
+        return f"the layers of {name} are not known"
+    passes = [one.to(device) for one in _passes_of_layers(model, packing, tokens)]
+    with torch.no_grad():
+        expected = [_hidden(run, one) for one in passes]
+    AttentionInterface.register(NAME, torch.compiler.disable(tree_attention))  # type: ignore[no-untyped-call]
+    for layer in layers:
+        _compile(layer)
+    trains = any(p.requires_grad for p in model.parameters())
+    advice = "set train.compile=false"
+    for one, before in zip(passes, expected, strict=True):
+        try:
+            with torch.set_grad_enabled(trains):
+                after = _hidden(run, one)
+                if trains:
+                    torch.autograd.backward(after.float().sum())
+        except Exception as error:
+            # The weights are gathered now, which nothing in torch 2.11 undoes.
+            raise StartupError(
+                f"the layers of {name} cannot be compiled ({reason_of(error)}): {advice}"
+            ) from error
+        difference = _difference(after.detach(), before)
+        if difference > _TOLERANCE.get(dtype, _COARSE_TOLERANCE_OF_LAYERS):
+            raise StartupError(
+                f"the layers of {name} compute otherwise when compiled (by {difference:.1e}): "
+                f"{advice}"
+            )
+    model.zero_grad(set_to_none=True)
+    return None
+
+
+def _compile(layer: Any) -> None:
+    if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
+        layer.forward = compiled(layer.forward, dynamic=True)
+        return
+    # transformers checkpoints within forward, and a compiled checkpoint may not call anything that
+    # is not: the layer is compiled within it. Its class has the layer's own forward wrapped.
+    checkpoint = layer._gradient_checkpointing_func
+    inner = compiled(MethodType(type(layer).forward.__wrapped__, layer), dynamic=True)
+
+    def checkpointed(forward: partial[Any], *arguments: Any) -> Any:
+        return checkpoint(partial(inner, **forward.keywords), *arguments)
+
+    layer._gradient_checkpointing_func = checkpointed
+
+
+def _passes_of_layers(model: Any, packing: Literal["tree", "rows"], tokens: int) -> list[Pass]:
+    """Return a pass over one row, and, as rows are computed by themselves, one over two."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = min(_LAYER_TOKENS, tokens, context or 2)
+    ids = [k % model.get_input_embeddings().weight.shape[0] for k in range(length)]
+    if packing == "tree":
+        return tree_passes([trained_row(ids)], length)
+    half = trained_row(ids[: max(length // 2, 2)])
+    return [*padded_passes([trained_row(ids)], length), *padded_passes([half, half], length)]
