@@ -41,11 +41,6 @@ def require_alike(path: str, policy: Policy) -> None:
             )
 
 
-def is_base(path: str, policy: Policy) -> bool:
-    """Return True if a path is that of the model that the policy's adapter is trained on."""
-    return policy.base is not None and policy.base.is_at(path)
-
-
 def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> ReferenceLogprobs:
     """Load a model beside the policy, divided as that is, and return its log-probabilities.
 

@@ -130,7 +130,11 @@ def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
     """Yield a row for each assistant message, which continues the one before as calls would."""
     if not isinstance(messages, list):
         raise DatasetError("messages is not a list")
-    answers = [k for k, m in enumerate(messages) if k and _is_answer(m)]
+    answers = [
+        k
+        for k, message in enumerate(messages)
+        if k and isinstance(message, dict) and message.get("role") == "assistant"
+    ]
     if not answers:
         raise DatasetError("messages have no assistant message after another message")
     trained = _trained(messages, answers)
@@ -155,10 +159,6 @@ def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
         if k in trained:
             mask = [0] * len(prompt) + [1] * len(output)
             yield written_row([*prompt, *output], mask, advantage=1.0)
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _trained(messages: Sequence[Any], answers: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.model import PolicyConfig
 from trainer.policy import GradientNotFinite, Policy
-from trainer.reference import compare, frozen_logprobs, is_base, require_alike
+from trainer.reference import compare, frozen_logprobs, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ def load_reference(policy: Policy, path: str) -> None:
     An earlier one is gone before. Raises as :func:`trainer.reference.frozen_logprobs`.
     """
     require_alike(path, policy)
-    _set_reference(policy, path, base=is_base(path, policy))
+    base = policy.base is not None and policy.base.is_at(path)
+    _set_reference(policy, path, base=base)
 
 
 def drop_reference(policy: Policy) -> None:

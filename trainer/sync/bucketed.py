@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
+import aiohttp
+
 from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, TrainingError
 from any_agent.rollout import RankClients
@@ -22,7 +24,7 @@ from trainer.sync.engine_client import (
     EngineClient,
     Sums,
     WeightVerifier,
-    control_client,
+    control_session,
     require_alike,
 )
 from trainer.sync.transports import Transport
@@ -101,7 +103,7 @@ class UpdateAttempt:
         self._ranks = ranks
         self._new = new
         self._alone = alone
-        self._http = control_client()
+        self._http: aiohttp.ClientSession | None = None
         self._open: dict[int, EngineClient] = {}
         """The engines that take part."""
         self._failed: dict[int, EngineClient] = {}
@@ -133,6 +135,7 @@ class UpdateAttempt:
 
     async def _find(self, members: Iterable[int]) -> None:
         """Find the engines that answer; none is paused for one that does not."""
+        http = self._http = control_session(self._sync.key)
 
         async def find(rank: int) -> None:
             async with asyncio.timeout(_REPLY_TIMEOUT):
@@ -141,8 +144,7 @@ class UpdateAttempt:
                 # An earlier attempt has left it half loaded.
                 self._between.add(rank)
             url = engine_url(self._ranks, rank)
-            limit, key = self._sync.load_timeout, self._sync.key
-            engine = EngineClient(rank, url, self._http, timeout=limit, key=key)
+            engine = EngineClient(rank, url, http, timeout=self._sync.load_timeout)
             await engine.fetch_info()
             self._open[rank] = engine
 
@@ -297,4 +299,5 @@ class UpdateAttempt:
 
         remaining = self._failed | self._open
         await asyncio.gather(*(leave(rank, engine) for rank, engine in remaining.items()))
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()

@@ -12,7 +12,7 @@ from any_agent.rollout import RankClients
 from any_agent.rundir.checksums import damage
 from trainer.sync import base
 from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
-from trainer.sync.engine_client import EngineClient, control_client
+from trainer.sync.engine_client import EngineClient, control_session
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class DiskSync(WeightSync):
         body: dict[str, Any] = {"model_path": str(new.folder), "weight_version": str(new.version)}
         # SGLang does not flush while calls are kept, whose cache is in use.
         body["flush_cache"] = not self.in_place
-        async with control_client() as http:
-            engine = EngineClient(rank, url, http, timeout=self.load_timeout, key=self.key)
+        async with control_session(self.key) as http:
+            engine = EngineClient(rank, url, http, timeout=self.load_timeout)
             try:
                 await engine.post(path, body)
                 return
