@@ -34,7 +34,7 @@ from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory, runs_of
 from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
 from trainer.kl_reward import found_divergences, less_divergence, with_returns
-from trainer.rows import Row, foreign_id, mark_fresh, mask_stale, with_training_signal
+from trainer.rows import Row, mark_fresh, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,7 @@ def training_batch(
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
     reference: Callable[[Sequence[Row]], Sequence[torch.Tensor]] | None = None,
-    vocabulary: int | None = None,
-    context: int | None = None,
+    misfit: Callable[[Row], tuple[str, str] | None] = lambda row: None,
 ) -> TrainingBatch:
     """Estimate advantages over the groups, then make one row per counted interaction, and divide
     the rows into minibatches.
@@ -130,17 +129,17 @@ def training_batch(
     Stale tokens are masked; then the rows get their tokens' weights in the loss, if these differ.
     ``temperature`` applies to rows that do not state their own. ``reference`` returns the reference
     model's log-probabilities of rows' trained tokens, for a divergence in the reward. Sessions are
-    rejected that have token ids from ``vocabulary`` on, or a row of more tokens than ``context`` or
-    the config allows.
+    rejected that have a row for which ``misfit`` returns a reason and its words, or one of more
+    tokens than the config allows.
     """
-    unfit = partial(_unfit, limit=config.max_row_tokens, vocabulary=vocabulary, context=context)
+    unfit = partial(_unfit, limit=config.max_row_tokens, misfit=misfit)
     rewards = [[session_rewards(s, config) for s in group] for group in groups]
     made = [
         [_rows(*one, temperature) for one in zip(*both, strict=True)]
         for both in zip(groups, rewards, strict=True)
     ]
+    # Of each session's rows, by the numbers of its group and its own.
     divergences: dict[tuple[int, int], list[torch.Tensor]] = {}
-    """Those of each session's rows, by the numbers of its group and its own."""
     if config.kl_reward_coef:
         assert reference is not None, "the trainer has a reference model"
         fit = {
@@ -183,7 +182,7 @@ def training_batch(
             rows = made[number][place]
             if (problem := unfit(rows)) is not None:
                 reason, why = problem
-                log.warning("session %s is not trained on: %s", session.session_id, why)
+                log.warning("session %s is not trained on: a row %s", session.session_id, why)
                 batch.rejected[session.session_id] = reason
                 continue
             counted = (a for a, one in zip(advantages, r.counted, strict=True) if one)
@@ -219,20 +218,15 @@ def training_batch(
 
 
 def _unfit(
-    rows: Sequence[Row], *, limit: int | None, vocabulary: int | None, context: int | None
+    rows: Sequence[Row], limit: int | None, misfit: Callable[[Row], tuple[str, str] | None]
 ) -> tuple[str, str] | None:
     """Return the reason for which no step can take these rows, and its words; None: one can."""
-    longest = max((row["input_ids"].shape[0] for row in rows), default=0)
-    if limit is not None and longest > limit:
-        return "too_long", f"a row has {longest} tokens, above train.max_row_tokens={limit}"
-    if context is not None and longest > context:
-        return "too_long", f"a row has {longest} tokens, above the model's context of {context}"
     for row in rows:
-        if vocabulary is not None and (id := foreign_id(row, vocabulary)) is not None:
-            return "unusable", (
-                f"it has the token id {id}, and the trained model's are 0 to {vocabulary - 1}: its "
-                "engine serves another model"
-            )
+        found, length = misfit(row), len(row["input_ids"])
+        if limit is not None and length > limit:
+            found = "too_long", f"has {length} tokens, above train.max_row_tokens={limit}"
+        if found is not None:
+            return found
     return None
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,12 @@ import numpy as np
 from any_agent import stats_tracker
 from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
-from any_agent.launcher.training_progress import format_evaluation, records_in
+from any_agent.launcher.training_progress import format_evaluation
 from any_agent.rewards.score_statistics import estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
-from any_agent.runtime.atomic_files import append_line
-from any_agent.runtime.disk_space import DiskSpace
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.base import TensorDict
-from trainer.metrics import without_counts
+from trainer.report import RunReport, without_counts
 
 log = logging.getLogger(__name__)
 
@@ -65,23 +61,14 @@ class TrialEvaluation:
         dataset: RowDataset,
         workflow: WorkflowLike,
         executor: Callable[[], WorkflowExecutor],
-        *,
-        metrics: Path,
-        report: Callable[[dict[str, Any]], None],
-        disk: DiskSpace | None = None,
+        report: RunReport,
     ) -> None:
-        """``metrics``: the run's `metrics.jsonl`; its new line is passed to ``report``, too.
-
-        ``disk`` waits where there is no space for it.
-        """
-        self._disk = disk or DiskSpace()
         self._config = config
         self._dataset = dataset
         self._workflow = workflow
         self._make_executor = executor
-        self._metrics = metrics
         self._report = report
-        self._done = {line["step"] for line in records_in(metrics) if "eval" in line}
+        self._done = report.evaluated()
         self._executor: WorkflowExecutor | None = None
         self._interrupted = False
 
@@ -127,11 +114,7 @@ class TrialEvaluation:
                 "stats": without_counts(stats.export(reset=True)),
             },
         }
-        text = json.dumps(line)
-        self._disk.write(
-            lambda: append_line(self._metrics, text), self._metrics.parent, "a metric's line"
-        )
-        self._report(line)
+        self._report.evaluation(line)
         log.info("%s", format_evaluation(line))
 
     def _run(self, executor: WorkflowExecutor, deadline: float) -> dict[str, Any]:

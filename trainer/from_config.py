@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,9 +155,6 @@ def agent_service(c: Config, run_dir: RunDir, url: str) -> AgentService:
 def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor:
     """Return the executor of resolved workflows on running engines, not started yet."""
     tokenizer = load_hf_tokenizer(str(tokenizer_of(c.model.path)))
-    of_dumps = tokenizer
-    if c.rollout.tokenizer_path and c.rollout.dump_to_file:
-        of_dumps = load_hf_tokenizer(c.rollout.tokenizer_path)
     pool = EnginePool(
         engine_urls,
         kind=c.engine.kind,
@@ -171,12 +169,19 @@ def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor
         c.rollout,
         sampling=sampling_of(c),
         eval_sampling=sampling_of(c, c.eval.temperature),
-        dump=TrajectoryDump.of(c, of_dumps.decode),
+        dump=TrajectoryDump.of(c, _dump_tokenizer(c, tokenizer).decode),
         timeout=c.sessions.ttl,
         discount=c.train.discount,
         vocab_size=AutoConfig.from_pretrained(c.model.path).get_text_config().vocab_size,
         seed=c.train.seed,
     )
+
+
+def _dump_tokenizer(c: Config, tokenizer: Any) -> Any:
+    """Return the tokenizer of dumped episodes; ``tokenizer`` is the model's own."""
+    if not (c.rollout.tokenizer_path and c.rollout.dump_to_file):
+        return tokenizer
+    return load_hf_tokenizer(c.rollout.tokenizer_path)
 
 
 def _dtype(wanted: str, device: str) -> torch.dtype | None:

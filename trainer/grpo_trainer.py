@@ -327,9 +327,7 @@ class GRPOTrainer:
             as_dataset(self.valid_dataset, "valid_dataset"),
             workflow,
             executor,
-            metrics=self.dir.metrics,
-            report=loop.report.evaluation,
-            disk=loop.disk,
+            loop.report,
         )
 
     def _make_executor(self) -> WorkflowExecutor:

@@ -27,7 +27,6 @@ from trainer.loss import (
 from trainer.model import PolicyConfig, loaded, prepared, world_for
 from trainer.packing import Pass, Shape
 from trainer.pass_runner import Computed, PassRunner
-from trainer.pass_size import pass_tokens
 from trainer.rows import Row, count_trained, with_values
 from trainer.step_clock import StepClock
 from trainer.updates import (
@@ -104,20 +103,7 @@ class Policy:
         """The seconds of packing, forward and backward passes, and optimizer."""
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
-        self.runner = PassRunner(
-            self.whole,
-            self.device,
-            world=world,
-            packing=self.config.packing,
-            head_chunk=self.config.head_chunk,
-            dtype=self.config.dtype,
-            compile=self.config.compile,
-            pass_tokens=pass_tokens(
-                *(self.model, self.device, self.config.dtype),
-                checkpointing=self.config.gradient_checkpointing,
-                offload=self.config.offload,
-            ),
-        )
+        self.runner = PassRunner(self.whole, self.device, self.config, world)
         """Runs the passes of this model."""
         self.reference: ReferenceLogprobs | None = None
         """Returns what the KL term of the loss compares this model with."""

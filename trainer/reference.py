@@ -50,23 +50,21 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
     """
     if base:
         return partial(_without_adapter, policy)
-    config = replace(policy.config, gradient_checkpointing=False, lora=None)
+    ours = policy.runner
+    config = replace(
+        policy.config,
+        packing="tree" if ours.packing == "tree" else "rows",
+        compile=ours.fused,
+        gradient_checkpointing=False,
+        lora=None,
+    )
     try:
         whole = loaded(path, config, policy.world, frozen=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"train.reference_model={path} cannot be loaded: {error}") from error
-    runner = PassRunner(
-        whole,
-        policy.device,
-        world=policy.world,
-        packing="tree" if policy.runner.packing == "tree" else "rows",
-        head_chunk=config.head_chunk,
-        dtype=config.dtype,
-        compile=policy.runner.fused,
-        pass_tokens=policy.runner.pass_tokens,
-    )
+    runner = PassRunner(whole, policy.device, config, policy.world, ours.pass_tokens)
     # It computes the policy's passes.
-    policy.runner.compute_like(runner)
+    ours.compute_like(runner)
     return runner.logprobs
 
 

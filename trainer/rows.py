@@ -116,12 +116,21 @@ def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: 
     return row | {"loss_mask": mask.masked_fill(stale, 0)}
 
 
-def foreign_id(row: Row, vocabulary: int) -> int | None:
-    """Return a token id that a model with so many does not have; None without any."""
-    least, most = (int(bound) for bound in row["input_ids"].aminmax())
-    if least < 0:
-        return least
-    return most if most >= vocabulary else None
+def misfit(row: Row, vocabulary: int, context: int | None) -> tuple[str, str] | None:
+    """Return why a model with so many token ids and positions cannot compute a row, and its words.
+
+    `too_long`, or `unusable` for a token id that it lacks; None: it can.
+    """
+    ids = row["input_ids"]
+    if context is not None and len(ids) > context:
+        return "too_long", f"has {len(ids)} tokens, above the model's context of {context}"
+    for id in map(int, ids.aminmax()):
+        if not 0 <= id < vocabulary:
+            return "unusable", (
+                f"has the token id {id}, and the model's are 0 to {vocabulary - 1}: its engine, or "
+                "its tokenizer, is another model's"
+            )
+    return None
 
 
 def mark_fresh(row: Row, *, step_of_version: Mapping[int, int], step: int) -> Row:

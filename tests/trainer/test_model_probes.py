@@ -19,6 +19,7 @@ from tests.support.trainer.trees import relative, shaped_model, tree_rows
 from tests.trainer.test_tree import computed
 from trainer.compiling import compiled
 from trainer.model import PolicyConfig
+from trainer.model_probes import ModelProbe
 from trainer.policy import Policy
 from trainer.world import layers_of, leave
 
@@ -129,8 +130,8 @@ def test_layers_that_do_not_compile_are_refused(
 
 def test_recurrent_layers_are_left_as_they_are() -> None:
     mixed = shaped_model("qwen3", layer_types=["linear_attention", "full_attention"])
-    how = (torch.float64, torch.device("cpu"), "rows", 100)
-    reason = trainer.model_probes.use_compiled_layers(mixed, lambda *_: None, *how)
+    probe = ModelProbe(mixed, lambda *_: torch.zeros(0), torch.float64, torch.device("cpu"))
+    reason = probe.use_compiled_layers("rows", 100)
     assert reason is not None and "plain attention (linear_attention)" in reason
 
 

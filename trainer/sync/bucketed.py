@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,7 @@ from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from trainer.sync import base
-from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
+from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import (
     EngineClient,
     Sums,
@@ -37,6 +38,7 @@ _REPLY_TIMEOUT = 10.0
 _PAUSE_TIMEOUT = 60.0  # seconds that a pause may take: it waits for calls that cannot be cut
 
 
+@dataclass(eq=False, kw_only=True)
 class BucketSync(WeightSync):
     """A weight sync over a transport.
 
@@ -46,21 +48,10 @@ class BucketSync(WeightSync):
     until then it stays paused, unless it still has the old ones complete, as the embedded engine.
     """
 
-    def __init__(
-        self,
-        call: EngineCall,
-        transport: Transport,
-        *,
-        load_timeout: float,
-        dtype: str,
-        in_place: bool = False,
-        key: str | None = None,
-    ) -> None:
-        """``dtype`` is the type of the tensors that are sent."""
-        super().__init__(call, load_timeout=load_timeout, in_place=in_place, key=key)
-        self.transport = transport
-        self.verifier = WeightVerifier()
-        self.dtype = dtype
+    transport: Transport = field(kw_only=False)
+    dtype: str
+    """The type of the tensors that are sent."""
+    verifier: WeightVerifier = field(default_factory=WeightVerifier)
 
     def close(self) -> None:
         self.transport.drop()
