@@ -125,7 +125,8 @@ def group_advantages(
             _, std = _mean_and_std(pool := batch)
         scale = 1.0 if std is None or normalize_std == "none" or _equal(pool) else std + STD_FLOOR
         advantages = tuple(_of_session(s, baseline, 0.0, scale, stay) for s in group)
-        out.append(_estimate(group, advantages, baseline, std, stay, scale))
+        scores = tuple(s.score for s in group)
+        out.append(GroupAdvantages(advantages, scores, baseline, std, not stay, scale))
     return out
 
 
@@ -203,20 +204,9 @@ def _from_baselines(
     for group, of_group, stay in zip(groups, baselines, stays, strict=True):
         pairs = zip(group, of_group, strict=True)
         advantages = tuple(_of_session(s, b, shift, scale, stay) for s, b in pairs)
-        out.append(_estimate(group, advantages, *_mean_and_std(_pool(group)), stay, scale))
+        scores, own = tuple(s.score for s in group), _mean_and_std(_pool(group))
+        out.append(GroupAdvantages(advantages, scores, *own, not stay, scale))
     return out
-
-
-def _estimate(
-    group: Sequence[SessionRewards],
-    advantages: tuple[tuple[float, ...], ...],
-    baseline: float | None,
-    std: float | None,
-    stays: bool,
-    scale: float,
-) -> GroupAdvantages:
-    scores = tuple(session.score for session in group)
-    return GroupAdvantages(advantages, scores, baseline, std, not stays, scale)
 
 
 def _pools(

@@ -69,11 +69,11 @@ class TrainingBatch:
     """Each named reward's values, of the sessions that have it."""
     ages: list[int] = field(default_factory=list)
     """The train steps between each trained token's version and this step."""
-    prompts: list[int] = field(default_factory=list)
-    """The tokens of each call's prompt, in every session, also in rejected ones."""
-    outputs: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-    """The calls of each session."""
+    lengths: dict[str, list[int]] = field(
+        default_factory=lambda: {"prompt": [], "output": [], "turns": []}
+    )
+    """The tokens of each call's prompt and output, and the calls of each session, also of rejected
+    ones."""
     cut: list[bool] = field(default_factory=list)
     """For each call whose end is known, whether its output was cut by its length."""
 
@@ -164,7 +164,7 @@ def training_batch(
     for number, (group, group_rewards, estimate) in enumerate(
         zip(groups, rewards, estimates, strict=True)
     ):
-        dropped = config.dynamic_sampling == "drop" and _is_dull(group, config)
+        dropped = config.dynamic_sampling == "drop" and _outcomes(group, config)[1]
         for place, (session, r, advantages, score) in enumerate(
             zip(group, group_rewards, estimate.advantages, estimate.scores, strict=True)
         ):
@@ -276,21 +276,20 @@ def weighted(
 
 
 def _add_lengths(batch: TrainingBatch, session: Session) -> None:
+    calls: list[tuple[int, int]] = []
+    # Tokens of prompt and output, and of the output.
     if isinstance(session, SampledSession):
-        batch.turns.append(len(session.rows))
-        for row in session.rows:
-            output = int(row["loss_mask"].sum())
-            batch.outputs.append(output)
-            batch.prompts.append(len(row["input_ids"]) - output)
-        return
-    batch.turns.append(len(session.interactions))
-    whole: dict[str | None, int] = {None: 0}
-    for node in session.interactions:  # parents come first
-        prompt = whole[node.parent_id] + len(node.prompt_delta_ids)
-        whole[node.id] = prompt + len(node.output_ids)
-        batch.prompts.append(prompt)
-        batch.outputs.append(len(node.output_ids))
-        batch.cut.append(node.finish_reason == "length")
+        calls += [(len(row["input_ids"]), int(row["loss_mask"].sum())) for row in session.rows]
+    else:
+        whole: dict[str | None, int] = {None: 0}
+        for node in session.interactions:  # parents come first
+            output = len(node.output_ids)
+            whole[node.id] = whole[node.parent_id] + len(node.prompt_delta_ids) + output
+            calls.append((whole[node.id], output))
+            batch.cut.append(node.finish_reason == "length")
+    batch.lengths["turns"].append(len(calls))
+    batch.lengths["prompt"] += [tokens - output for tokens, output in calls]
+    batch.lengths["output"] += [output for _, output in calls]
 
 
 def in_stable_order(group: Group) -> Group:
@@ -350,14 +349,15 @@ def _rows(session: Session, rewards: SessionRewards, temperature: float) -> list
     ]
 
 
-def _is_dull(group: Group, config: TrainConfig) -> bool:
-    """Return whether all sessions of a group have the same score.
+def _outcomes(group: Group, config: TrainConfig) -> tuple[list[float], bool]:
+    """Return the scores of a group's sessions, and whether they have nothing to compare.
 
     By what was achieved: equal outcomes of unequal length have nothing to compare.
     """
-    outcomes = config.model_copy(update={"overlong_length": None})
-    rewards = [session_rewards(session, outcomes) for session in group]
-    return estimate_advantages([rewards], outcomes)[0].zero_variance
+    config = config.model_copy(update={"overlong_length": None})
+    rewards = [session_rewards(session, config) for session in group]
+    scores = [r.score for r in rewards if r.score is not None]
+    return scores, estimate_advantages([rewards], config)[0].zero_variance
 
 
 class ScoresSinceStep:
@@ -394,7 +394,7 @@ class ZeroVarianceGroups:
     """Counts groups that were left out: consecutive ones by reason, and among the last ones."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config.model_copy(update={"overlong_length": None})
+        self._config = config
         self.trainability = TrainabilityWatch()
         self.scores = ScoresSinceStep()
         self._recent: deque[str | None] = deque(maxlen=_RECENT_GROUPS)
@@ -413,8 +413,7 @@ class ZeroVarianceGroups:
         for session in group:
             if isinstance(session, Trajectory):
                 self.trainability.add(count_calls(session.interactions))
-        scores = self._scores(group)
-        dull = bool(scores) and _is_dull(group, self._config)
+        scores, dull = _outcomes(group, self._config)
         self.scores.add(scores, dull=dull)
         if not scores:
             reason = "untrainable"
@@ -432,12 +431,8 @@ class ZeroVarianceGroups:
 
     def refuse(self, group: Group, reason: str) -> None:
         """Count a group that was left out for another reason, with its scores."""
-        self.scores.add(self._scores(group), dull=False)
+        self.scores.add(_outcomes(group, self._config)[0], dull=False)
         self.count(reason)
-
-    def _scores(self, group: Group) -> list[float]:
-        rewards = [session_rewards(session, self._config) for session in group]
-        return [r.score for r in rewards if r.score is not None]
 
     @property
     def consecutive(self) -> int:

@@ -133,11 +133,7 @@ class RunReport:
             },
             "lengths": {
                 name: {"mean": sum(values) / max(1, len(values)), "max": max(values, default=0)}
-                for name, values in (
-                    ("prompt", batch.prompts),
-                    ("output", batch.outputs),
-                    ("turns", batch.turns),
-                )
+                for name, values in batch.lengths.items()
             },
             "cut": sum(batch.cut) / len(batch.cut) if batch.cut else None,
             "grad_norm": result.grad_norm,
