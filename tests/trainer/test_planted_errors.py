@@ -324,8 +324,11 @@ def population_deviation(values: Sequence[float]) -> tuple[float | None, float |
 
 def dropped_groups_counted(groups: Any) -> Any:
     """The batch with the scores of groups without variance."""
-    pools, stays, _ = original_pools(groups)
-    return pools, stays, [score for pool in pools for score in pool]
+    _, stays, _ = original_pools(groups)
+    pools = [trainer.advantage._pool(group) for group in groups]
+    batch = [score for pool in pools for score in pool]
+    alone = [len(group) == 1 for group in groups]
+    return [batch if one else pool for one, pool in zip(alone, pools, strict=True)], stays, batch
 
 
 def weights_of_each_row(sessions: Any, aggregation: str, *rest: Any) -> Any:
