@@ -26,7 +26,7 @@ from proxy_ext.sessions.delivery import UNDELIVERED, was_used
 from proxy_ext.sessions.session import RecordedSession
 
 HEADER = "x-stainless-retry-count"
-NEWS_SECONDS = 2.0
+NEWS_SECONDS = 5.0
 """Longest wait of a retry until the client of the call that it repeats is known to have left."""
 _COUNT = re.compile(r"[0-9]{1,4}")
 
