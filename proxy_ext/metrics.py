@@ -393,6 +393,12 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
     _gauge(
         "archive_bytes", "Bytes that the rank's archives take on disk.", lambda s: s.archive.bytes
     ),
+    _counter(
+        "archive_removed_sessions",
+        "Sessions whose archives were removed, the oldest first, because all were larger than "
+        "sessions.archive_bytes.",
+        lambda s: s.archive.removed,
+    ),
 )
 METRICS = tuple(metric for metric, _ in _METRICS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +21,7 @@ from any_agent.engine import RemoteEngine, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StoreUnavailable
 from any_agent.protocol.conversation_key import rank_tag
+from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from any_agent.runtime.open_files import connections_for_descriptors
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _POLL_INTERVAL = 0.25
+_ARCHIVE_SHARE = 0.25  # of the file system, that all archives may take
 
 
 class RankService:
@@ -106,6 +109,7 @@ class RankService:
             about={"experiment": config.experiment, "trial": config.trial},
             keep_seconds=config.sessions.keep_hours * 3600,
             oldest_step=lambda: run.oldest_step,
+            limit=lambda: archive_limit(config, run_dir) / self.quotas.ranks,
         )
         self.endings = SessionEnder(
             sessions, self.rewards, needed=run.may_want, unarchive=self.archive.remove
@@ -322,6 +326,13 @@ def _journal_url(config: Config, rank: int) -> str:
         durability=server.journal_durability,
         replicas=server.journal_replicas,
     )
+
+
+def archive_limit(config: Config, run_dir: RunDir) -> float:
+    """Return the most bytes of all archives of a run."""
+    if config.sessions.archive_bytes is not None:
+        return config.sessions.archive_bytes
+    return shutil.disk_usage(run_dir.archive).total * _ARCHIVE_SHARE
 
 
 def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:

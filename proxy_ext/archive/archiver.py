@@ -1,31 +1,38 @@
-"""Moves sessions that no resume needs from the journal into archives, a bounded batch at a time.
+"""Moves sessions that no resume needs from the journal into archives, a bounded batch at a time,
+and removes the oldest archives beyond a limit.
 
 A batch is in a file, complete and on disk, before one transaction of the journal drops its
 sessions. The journal has the file's name before the file gets it, and that transaction removes the
 name. So a name in the journal means that the file's sessions are still in the journal, and the file
 is removed. Nothing is lost or kept twice, wherever a process is killed.
+
+Of an archive beyond the limit the journal first learns that its sessions' content is gone. So a
+file that is still there after a kill is the oldest one again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from any_agent.errors import AnyAgentError
 from proxy_ext.archive.files import (
+    ArchiveFile,
     ArchiveWriter,
     list_archives,
     remove_file,
     remove_from,
     remove_partial,
+    sessions_in,
 )
 from proxy_ext.archive.records import record_line
-from proxy_ext.journal import ArchiveContent, NumberedRow, PutMeta, Statement
+from proxy_ext.journal import ArchiveContent, EraseContent, NumberedRow, PutMeta, Statement
 from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
@@ -55,14 +62,16 @@ class Archiver:
         about: dict[str, Any],
         keep_seconds: float,
         oldest_step: Callable[[], int | None],
+        limit: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """``about`` is written at the top of each file."""
+        """``about`` is written at the top of each file; ``limit`` returns the most bytes of all."""
         self._sessions = sessions
         self._journal = sessions.journal
         self._folder = folder
         self._about = about
         self._keep = keep_seconds
         self._oldest_step = oldest_step
+        self._limit = limit
         self._unreadable: set[str] = set()
         self._files = asyncio.Lock()
         """A lock for the removal of a session from a file."""
@@ -70,6 +79,8 @@ class Archiver:
         """Number of sessions archived in this trial."""
         self.bytes = 0
         """Size of the files."""
+        self.removed = 0
+        """Number of sessions whose archives were removed for the limit, since this start."""
 
     async def recover(self) -> None:
         """Load the totals from the journal, and remove the unfinished files of a killed process."""
@@ -105,6 +116,7 @@ class Archiver:
                 break
             # Half of the time is left to requests.
             await asyncio.sleep(time.monotonic() - began)
+        await self.remove_oldest()
         for _ in range(_MAX_TRIMS):
             if await self._journal.trim() <= _FREE:
                 break
@@ -134,6 +146,42 @@ class Archiver:
         finally:
             await asyncio.to_thread(writer.abandon)
 
+    async def remove_oldest(self) -> None:
+        """Remove the oldest archives until the others are within the limit."""
+        async with self._files:
+            sizes = await asyncio.to_thread(self._sizes)
+            self.bytes = sum(sizes.values())
+        limit = self._limit()
+        for file, size in sizes.items():
+            if self.bytes <= limit:
+                break
+            async with self._files:
+                ids = await asyncio.to_thread(sessions_in, file, log.warning)
+                await self._erase(ids, size)
+                await asyncio.to_thread(remove_file, file.path)
+            self.removed += len(ids)
+            log.warning(
+                "the archives had more than %d bytes (sessions.archive_bytes): %s is removed with "
+                "its %d sessions, the oldest",
+                limit,
+                file.path.name,
+                len(ids),
+            )
+
+    def _sizes(self) -> dict[ArchiveFile, int]:
+        files = list_archives(self._folder, self._sessions.rank)
+        return {file: file.path.stat().st_size for file in files}
+
+    async def _erase(self, ids: Collection[str], saved: int) -> None:
+        """Let the journal know that the content of archived sessions is gone."""
+        self.bytes -= saved
+        try:
+            await self._journal.commit(EraseContent(tuple(ids)), self._totals())
+        except BaseException:
+            self.bytes += saved
+            raise
+        self._sessions.mark_content(ids, "deleted")
+
     async def remove(self, session_id: str) -> list[Statement]:
         """Remove a session, whose lock is held, from the archives.
 
@@ -143,7 +191,7 @@ class Archiver:
         async with self._files:
             for file in list_archives(self._folder, self._sessions.rank):
                 if number is not None and file.first <= number <= file.last:
-                    gone = await asyncio.to_thread(remove_from, file, session_id, log.warning)
+                    gone = await asyncio.to_thread(remove_from, file, {session_id}, log.warning)
                     # Read after the await: a sweep may have added a file meanwhile.
                     self.bytes -= gone
             return [self._totals()]
@@ -192,7 +240,7 @@ class Archiver:
         except BaseException:
             self.sessions, self.bytes = self.sessions - len(ids), self.bytes - size
             raise
-        self._sessions.mark_archived(ids)
+        self._sessions.mark_content(ids, "archived")
 
     async def _undo_interrupted(self) -> None:
         """Remove a file whose sessions the journal still has."""
