@@ -23,6 +23,7 @@ from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, Stor
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
+from any_agent.runtime.disk_space import DiskForecast
 from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from any_agent.runtime.open_files import connections_for_descriptors
 from any_agent.types import GenerationHyperparameters, SessionState
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _POLL_INTERVAL = 0.25
+_DISK_INTERVAL = 10.0
 _ARCHIVE_SHARE = 0.25  # of the file system, that all archives may take
 
 
@@ -163,6 +165,7 @@ class RankService:
         self.auth = Authenticator(sessions, access, self.quotas, litellm)
         self.audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
         self.answers = IdempotencyStore(journal, access.signer)
+        self.disks = _disks(run_dir, rank)
         self.loop_lag = loop_lag_histogram()
         self.replayable = True
         """False if the rank has retired, and no resume needs a session that it has."""
@@ -188,6 +191,10 @@ class RankService:
             await asyncio.to_thread(self.traces.close)
         with suppress(StoreUnavailable):
             await self.sessions.deliveries.flush()
+
+    @property
+    def archive_limit_kind(self) -> str:
+        return "default" if self.config.sessions.archive_bytes is None else "set"
 
     @property
     def unfinished(self) -> int:
@@ -296,6 +303,7 @@ async def open_service(
             sweeper = asyncio.create_task(_sweep(service))
             counter = asyncio.create_task(_reconcile(service))
             archiver = asyncio.create_task(service.archive.run())
+            disks = asyncio.create_task(_watch_disks(service))
             watcher = asyncio.create_task(engine.watch(hung_after=config.engine.hung_after))
             try:
                 async with watch_loop_lag(service.loop_lag):
@@ -305,6 +313,7 @@ async def open_service(
                 counter.cancel()
                 archiver.cancel()
                 watcher.cancel()
+                disks.cancel()
                 await asyncio.wait([archiver, watcher])
                 await service.close()
         finally:
@@ -326,6 +335,14 @@ def _journal_url(config: Config, rank: int) -> str:
         durability=server.journal_durability,
         replicas=server.journal_replicas,
     )
+
+
+def _disks(run_dir: RunDir, rank: int) -> dict[str, DiskForecast]:
+    """Return the forecasts of the disk of the run, and of the journal's, if it is another one."""
+    folders = {"run": run_dir.path, "journal": run_dir.journal(rank).parent}
+    if folders["run"].stat().st_dev == folders["journal"].stat().st_dev:
+        del folders["journal"]
+    return {name: DiskForecast(folder) for name, folder in folders.items()}
 
 
 def archive_limit(config: Config, run_dir: RunDir) -> float:
@@ -387,6 +404,16 @@ async def _reconcile(service: RankService) -> None:
         except Exception:
             log.exception("the quotas' counts could not be compared, which will be tried again")
         await asyncio.sleep(_SWEEP_SECONDS)
+
+
+async def _watch_disks(service: RankService) -> None:
+    """Look at the disks until cancelled."""
+    while True:
+        for disk in service.disks.values():
+            # A folder that is gone ends the service by itself.
+            with suppress(OSError):
+                await asyncio.to_thread(disk.look)
+        await asyncio.sleep(_DISK_INTERVAL)
 
 
 async def _sweep(service: RankService) -> None:

@@ -120,6 +120,7 @@ sum(rate(any_agent_interactions_total{continuation=~"exact\\|branch"}[5m]))` |
 | do the session counters balance? (0 for yes) | \
 `sum(any_agent_sessions_created_total) - sum(any_agent_sessions)` |
 | is a part missing? | `any_agent_up == 0` |
+| is a disk full within an hour? | `any_agent_disk_full_in_seconds < 3600` |
 | do engine and trainer disagree? | `any_agent_train_logprob_mismatch_fresh > 0.01` |
 """
 METRICS_PARTS = {
