@@ -118,7 +118,7 @@ def _create(arguments: argparse.Namespace, run_dir: RunDir) -> int:
     else:
         _print_note(f"key {key.id} for {run_dir.path}; it is shown only now and stored nowhere:")
         print(text)
-    started = (run_dir.path / "config.yaml").is_file()
+    started = run_dir.resolved.is_file() or (run_dir.path / "config.yaml").is_file()
     if not started:
         _print_note(
             f"this trial has not been started yet: {run_dir.path.absolute()}; the key is valid for "

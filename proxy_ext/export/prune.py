@@ -18,9 +18,8 @@ from typing import Any
 
 from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.cli.prune import SETTLED, add_prune_arguments
-from any_agent.config import load_config
+from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.trial import find_trial
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.command_line import columns, guarded, overrides_of, parse
 from any_agent.types import SessionState
@@ -145,9 +144,7 @@ def _tell(problem: str) -> None:
 
 def prune(arguments: argparse.Namespace) -> int:
     """Do what the arguments ask for, and print it. Raises AnyAgentError."""
-    place = load_config(arguments.config, overrides_of(arguments))
-    own = [f"root={place.root}", f"user={place.user}"]
-    run = run_dir_of(load_config(find_trial(place), own, environ={}))
+    run = _trial(load_config(arguments.config, overrides_of(arguments)))
     ranks = ranks_of(run)
     if logged := [rank for rank in ranks if run.log_note(rank).exists()]:
         raise ConfigError(
@@ -169,6 +166,21 @@ def prune(arguments: argparse.Namespace) -> int:
             asyncio.run(pruner.rank(rank))
     _print(pruner.found, run, arguments)
     return 0
+
+
+def _trial(config: Config) -> RunDir:
+    """Return a trial, whose journals lie where its last start kept them.
+
+    Raises NotFound, which lists the existing trials.
+    """
+    run = run_dir_of(config)
+    run.check_format()
+    if not run.resolved.is_file():
+        raise run.no_trial("name one that was started, with root=, user=, --experiment and --trial")
+    if run.journals is None:
+        last = load_config(run.resolved, environ={})
+        run = run_dir_of(config.model_copy(update={"server": last.server}))
+    return run
 
 
 def _print(found: Found, run: RunDir, arguments: argparse.Namespace) -> None:

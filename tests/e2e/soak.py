@@ -69,7 +69,8 @@ def soak_config(root: Path, disk: Path, seed: int, admin_key: str) -> Config:
     plain = chaos_config(root, seed, admin_key).model_dump()
     plain["experiment"] = "soak"
     plain["root"] = disk / "runs"
-    plain["sessions"] |= {"keep_hours": 1 / 60}
+    # Whatever was acknowledged is looked for at the end.
+    plain["sessions"] |= {"keep_hours": 1 / 60, "archive_bytes": 2**40}
     plain["train"] |= {"checkpoint_every": 5, "keep_checkpoints": 2, "keep_weights": 4}
     return Config.model_validate(plain)
 

@@ -36,7 +36,7 @@ async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
     """A stopped trial: two sessions in an archive, five in the journal, one of them open."""
     run = RunDir(tmp_path / "u" / "e" / "t")
     run.create()
-    (run.path / "config.yaml").write_text("experiment: e\ntrial: t\n")
+    run.resolved.write_text("experiment: e\ntrial: t\n")
     rank = await Rank(run.path).start()
     await rank.add("evaluated", SessionState.EVALUATED)
     await rank.add("aborted")
@@ -216,3 +216,15 @@ async def test_the_command_hands_over_to_it(rank: Rank, monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.argv", ["any-agent", *given])
     main(given)
     assert ran[0][1:] == ["-m", "proxy_ext.export.prune", *given[2:]]
+
+
+async def test_journals_in_another_folder_are_found(
+    rank: Rank, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "disk"
+    (elsewhere / "u" / "e").mkdir(parents=True)
+    (rank.folder / "journal").rename(elsewhere / "u" / "e" / "t")
+    run = RunDir(rank.folder)
+    run.resolved.write_text(f"experiment: e\ntrial: t\nserver: {{journal_dir: {elsewhere}}}\n")
+    said = await pruned(rank, capfd, *OLD, "--apply", "--json")
+    assert said.json["states"]["trained"]["sessions"] == 1, said.err
