@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from proxy_ext.export.reader import ranks_of
 from proxy_ext.idempotency import ANSWER_TTL, IdempotencyStore
 from proxy_ext.journal import EraseContent, Journal, open_journal
 from proxy_ext.journal.base import DropAnswers
+from proxy_ext.journal.reader import JournalReader
 
 _BATCH = 256  # sessions that are erased at once
 _ALL = 2**31 - 1
@@ -68,7 +70,8 @@ class Pruner:
         journal = open_journal(self._run.journal_url(rank)) if path.exists() else None
         try:
             if journal is not None:
-                await self._journal(journal)
+                with closing(JournalReader(path)) as reader:
+                    await self._journal(journal, reader)
             for file in list_archives(self._run.archive, rank):
                 await self._archive(file, journal)
             if journal is not None and self._apply:
@@ -82,7 +85,7 @@ class Pruner:
                 await journal.close()
         self.found.freed += before - self._size(rank)
 
-    async def _journal(self, journal: Journal) -> None:
+    async def _journal(self, journal: Journal, reader: JournalReader) -> None:
         run = await journal.meta("run") or {}
         settled = await journal.ended(
             before=self._before, oldest_step=run.get("oldest_step"), limit=_ALL
@@ -96,7 +99,7 @@ class Pruner:
             self.found.sessions[state] += len(ids)
             for at in range(0, len(ids), _BATCH):
                 batch = tuple(ids[at : at + _BATCH])
-                self.found.journal[state] += await journal.content_bytes(batch)
+                self.found.journal[state] += reader.content_bytes(batch)
                 if self._apply:
                     await journal.commit(EraseContent(batch))
 

@@ -393,9 +393,6 @@ class Journal(Protocol):
         optimizer step consumed them, the oldest checkpoint includes that step.
         """
 
-    async def content_bytes(self, session_ids: Iterable[str]) -> int:
-        """Return the bytes that the interactions of these sessions take, without indexes."""
-
     async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
         """Return sessions with lower numbers than ``before``, newest first.
 

@@ -249,13 +249,6 @@ class SQLiteJournal:
 
         return await self._read(read)
 
-    async def content_bytes(self, session_ids: Iterable[str]) -> int:
-        sql = (
-            "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM interactions "
-            "WHERE session_id IN (SELECT value FROM json_each(?))"
-        )
-        return await self._value(int, sql, orjson.dumps([*session_ids]).decode()) or 0
-
     async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
         values = {name: value for name, value in asdict(wanted).items() if value is not None}
         conditions = "".join(
