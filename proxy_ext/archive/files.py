@@ -166,8 +166,15 @@ def first_session(file: ArchiveFile, report: Report) -> str | None:
 
 
 def read_lines(path: Path, report: Report) -> Iterator[bytes]:
-    """Iterate over the lines of a file, the first one included; report and skip damage."""
-    with open(path, "rb") as file:
+    """Iterate over the lines of a file, the first one included; report and skip damage.
+
+    A file that was removed meanwhile has none: its sessions are deleted.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return
+    with file:
         try:
             data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:

@@ -12,6 +12,8 @@ from any_agent.config import load_config
 from any_agent.rundir.layout import RunDir
 from any_agent.types import SessionState
 from proxy_ext.archive import archiver as sweep
+from proxy_ext.archive.files import list_archives
+from proxy_ext.export import reader
 from proxy_ext.service import archive_limit
 from tests.proxy_ext.archive.test_archiver import archived
 from tests.support.archives import Rank, export_trial
@@ -73,6 +75,20 @@ async def test_an_export_misses_nothing_that_went(rank: Rank) -> None:
         0,
         ["e", "f", "needed"],
     )
+
+
+async def test_an_export_goes_on_while_a_file_that_it_will_read_goes(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of files is as old as the export."""
+    folder = rank.folder / "archive"
+    listed = list_archives(folder, 0)
+    monkeypatch.setattr(reader, "list_archives", lambda *_: listed)
+    keep(rank, 1)
+    await rank.archive.remove_oldest()
+    found = export_trial(rank.folder.parents[2])
+    ids = [line["session"]["id"] for line in found.lines]
+    assert (found.code, ids) == (0, ["e", "f", "needed"]), found.said
 
 
 async def test_a_kill_before_the_file_is_removed_is_made_up_for(
