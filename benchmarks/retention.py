@@ -1,4 +1,4 @@
-"""What sessions cost on the disk, and for how long: ``python benchmarks/retention.py [--write]``.
+"""Measure what sessions cost on the disk, and for how long: ``python benchmarks/retention.py``.
 
 Sessions of some lengths are written through the journal's interface, with the answers to three
 requests under an idempotency key (open, reward, finalize), then archived, then forgotten, as a rank

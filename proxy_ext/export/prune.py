@@ -39,7 +39,7 @@ _UNSETTLED = tuple(state for state in SessionState if state not in SETTLED)
 
 @dataclass(slots=True)
 class Found:
-    """What goes, by the sessions' state."""
+    """Sessions and bytes that go, by state."""
 
     sessions: Counter[str] = field(default_factory=Counter)
     journal: Counter[str] = field(default_factory=Counter)
