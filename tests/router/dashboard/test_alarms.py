@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_within_an_hour_is_told_once_for_all_who_share_it() 
         }
     )
     assert found.level == "bad"
-    for text in ("The disk of the run", "30 minutes", "3.1 GB"):
+    for text in ("The disk of the run", "30 minutes", "3,100 MB"):
         assert text in found.what
     assert "sessions.archive_bytes" in found.do
 
@@ -155,7 +155,7 @@ def test_a_disk_of_journals_names_the_ranks_whose_it_is() -> None:
             "rank-1": disk(1, "journal", "+Inf", 9e9),
         }
     )
-    assert "journal of rank-0 is full in 1 minutes" in found.what
+    assert "journal of rank-0 will be full in 1 minutes" in found.what
 
 
 def test_archives_at_a_limit_that_was_set_are_no_alarm() -> None:
