@@ -145,10 +145,11 @@ def _of_disks(samples: Mapping[str, Samples]) -> Iterator[Alarm]:
                 soon[disk] = (min(first, seconds), min(least, free), [*names, name])
     for disk, (seconds, free, names) in soon.items():
         which = "of the run" if disk == "run" else f"with the journal of {', '.join(names)}"
+        minutes = max(1, round(seconds / 60))
         yield Alarm(
             "bad",
-            f"The disk {which} will be full in {max(1, round(seconds / 60))} minutes, if it goes on "
-            f"filling as in the last hour: {free / 1e6:,.0f} MB are free.",
+            f"The disk {which} will be full in {minutes} minutes, if it goes on filling as in the "
+            f"last hour: {free / 1e6:,.0f} MB are free.",
             "Free some space, or keep less: train.keep_checkpoints, sessions.keep_hours, "
             "sessions.archive_bytes. When it is full writes get 507, and nothing is lost.",
         )
