@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from proxy_ext.archive.files import (
     sessions_in,
 )
 from proxy_ext.archive.records import record_line
-from proxy_ext.journal import ArchiveContent, EraseContent, NumberedRow, PutMeta, Statement
+from proxy_ext.journal import ArchiveContent, EraseContent, Journal, NumberedRow, PutMeta
 from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
@@ -83,11 +83,12 @@ class Archiver:
         """Number of sessions whose archives were removed for the limit, since this start."""
 
     async def recover(self) -> None:
-        """Load the totals from the journal, and remove the unfinished files of a killed process."""
+        """Learn what there is, and remove the unfinished files of a killed process."""
         totals = await self._journal.meta(_TOTALS) or {}
-        self.sessions, self.bytes = totals.get("sessions", 0), totals.get("bytes", 0)
+        self.sessions = totals.get("sessions", 0)
         remove_partial(self._folder, self._sessions.rank)
         await self._undo_interrupted()
+        self.bytes = sum((await asyncio.to_thread(self._sizes)).values())
 
     async def run(self) -> None:
         """Archive sessions, and return free space to the disk, until cancelled."""
@@ -148,17 +149,19 @@ class Archiver:
 
     async def remove_oldest(self) -> None:
         """Remove the oldest archives until the others are within the limit."""
-        async with self._files:
-            sizes = await asyncio.to_thread(self._sizes)
-            self.bytes = sum(sizes.values())
         limit = self._limit()
-        for file, size in sizes.items():
+        if self.bytes <= limit:
+            return
+        for file, size in (await asyncio.to_thread(self._sizes)).items():
             if self.bytes <= limit:
                 break
             async with self._files:
                 ids = await asyncio.to_thread(sessions_in, file, log.warning)
-                await self._erase(ids, size)
+                ids = await archived_of(self._journal, ids)
+                await self._journal.commit(EraseContent(tuple(ids)))
+                self._sessions.mark_content(ids, "deleted")
                 await asyncio.to_thread(remove_file, file.path)
+                self.bytes -= size
             self.removed += len(ids)
             log.warning(
                 "the archives had more than %d bytes (sessions.archive_bytes): %s is removed with "
@@ -172,21 +175,8 @@ class Archiver:
         files = list_archives(self._folder, self._sessions.rank)
         return {file: file.path.stat().st_size for file in files}
 
-    async def _erase(self, ids: Collection[str], saved: int) -> None:
-        """Let the journal know that the content of archived sessions is gone."""
-        self.bytes -= saved
-        try:
-            await self._journal.commit(EraseContent(tuple(ids)), self._totals())
-        except BaseException:
-            self.bytes += saved
-            raise
-        self._sessions.mark_content(ids, "deleted")
-
-    async def remove(self, session_id: str) -> list[Statement]:
-        """Remove a session, whose lock is held, from the archives.
-
-        Return the statements to commit together with its erasure.
-        """
+    async def remove(self, session_id: str) -> None:
+        """Remove a session, whose lock is held, from the archives."""
         number = await self._journal.number(session_id)
         async with self._files:
             for file in list_archives(self._folder, self._sessions.rank):
@@ -194,7 +184,6 @@ class Archiver:
                     gone = await asyncio.to_thread(remove_from, file, {session_id}, log.warning)
                     # Read after the await: a sweep may have added a file meanwhile.
                     self.bytes -= gone
-            return [self._totals()]
 
     async def _batch(self) -> list[NumberedRow]:
         found = await self._journal.ended(
@@ -232,14 +221,11 @@ class Archiver:
         """Move the file to its place, then remove its sessions from the journal."""
         await self._journal.commit(PutMeta(_INTENT, writer.name))
         size = await asyncio.to_thread(writer.finish)
-        self.sessions, self.bytes = self.sessions + len(ids), self.bytes + size
-        try:
-            await self._journal.commit(
-                ArchiveContent(tuple(ids)), PutMeta(_INTENT, None), self._totals()
-            )
-        except BaseException:
-            self.sessions, self.bytes = self.sessions - len(ids), self.bytes - size
-            raise
+        total = {"sessions": self.sessions + len(ids)}
+        await self._journal.commit(
+            ArchiveContent(tuple(ids)), PutMeta(_INTENT, None), PutMeta(_TOTALS, total)
+        )
+        self.sessions, self.bytes = total["sessions"], self.bytes + size
         self._sessions.mark_content(ids, "archived")
 
     async def _undo_interrupted(self) -> None:
@@ -252,5 +238,12 @@ class Archiver:
             await asyncio.to_thread(remove_file, self._folder / name)
             await self._journal.commit(PutMeta(_INTENT, None))
 
-    def _totals(self) -> PutMeta:
-        return PutMeta(_TOTALS, {"sessions": self.sessions, "bytes": self.bytes})
+
+async def archived_of(journal: Journal, ids: Iterable[str]) -> list[str]:
+    """Return the sessions whose content is in an archive.
+
+    Others of these ids may live: where ids are derived (`rollout.deterministic`), an archive of a
+    lost journal has the ids of the next one's sessions.
+    """
+    rows = [await journal.session(id) for id in ids]
+    return [row.id for row in rows if row is not None and row.content == "archived"]

@@ -24,6 +24,7 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.command_line import columns, guarded, overrides_of, parse
 from any_agent.types import SessionState
+from proxy_ext.archive.archiver import archived_of
 from proxy_ext.archive.files import ArchiveFile, list_archives, read_lines, remove_from
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.reader import ranks_of
@@ -123,7 +124,8 @@ class Pruner:
             self.found.archives[state] += round(size * length / total)
         if self._apply and chosen:
             if journal is not None:
-                await journal.commit(EraseContent(tuple(chosen)))
+                gone = await archived_of(journal, chosen)
+                await journal.commit(EraseContent(tuple(gone)))
             remove_from(file, frozenset(chosen), _tell)
 
     def _size(self, rank: int) -> int:

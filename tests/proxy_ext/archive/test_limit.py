@@ -91,6 +91,21 @@ async def test_an_export_goes_on_while_a_file_that_it_will_read_goes(
     assert (found.code, ids) == (0, ["e", "f", "needed"]), found.said
 
 
+async def test_an_archive_of_a_lost_journal_takes_no_session_of_its_name_with_it(
+    rank: Rank,
+) -> None:
+    """Derived ids (`rollout.deterministic`) come again in the next journal."""
+    await rank.stop()
+    (rank.folder / "journal" / "rank-0.sqlite").unlink()
+    again = await rank.start()
+    for id in "ab":
+        await again.add(id, SessionState.TRAINED, step=7)
+    keep(again, 0)
+    await again.archive.remove_oldest()
+    assert again.files == []
+    assert [len(await again.journal.interactions(id)) for id in "ab"] == [3, 3]
+
+
 async def test_a_kill_before_the_file_is_removed_is_made_up_for(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
