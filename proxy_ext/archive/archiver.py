@@ -149,7 +149,7 @@ class Archiver:
 
     async def remove_oldest(self) -> None:
         """Remove the oldest archives until the others are within the limit."""
-        limit = self._limit()
+        limit = await asyncio.to_thread(self._limit)
         if self.bytes <= limit:
             return
         for file, size in (await asyncio.to_thread(self._sizes)).items():
