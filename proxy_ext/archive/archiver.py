@@ -88,7 +88,8 @@ class Archiver:
         self.sessions = totals.get("sessions", 0)
         remove_partial(self._folder, self._sessions.rank)
         await self._undo_interrupted()
-        self.bytes = sum((await asyncio.to_thread(self._sizes)).values())
+        files = await asyncio.to_thread(list_archives, self._folder, self._sessions.rank)
+        self.bytes = await asyncio.to_thread(lambda: sum(map(_size, files)))
 
     async def run(self) -> None:
         """Archive sessions, and return free space to the disk, until cancelled."""
@@ -152,10 +153,11 @@ class Archiver:
         limit = await asyncio.to_thread(self._limit)
         if self.bytes <= limit:
             return
-        for file, size in (await asyncio.to_thread(self._sizes)).items():
+        for file in await asyncio.to_thread(list_archives, self._folder, self._sessions.rank):
             if self.bytes <= limit:
                 break
             async with self._files:
+                size = await asyncio.to_thread(_size, file)
                 ids = await asyncio.to_thread(sessions_in, file, log.warning)
                 ids = await archived_of(self._journal, ids)
                 await self._journal.commit(EraseContent(tuple(ids)))
@@ -170,10 +172,6 @@ class Archiver:
                 file.path.name,
                 len(ids),
             )
-
-    def _sizes(self) -> dict[ArchiveFile, int]:
-        files = list_archives(self._folder, self._sessions.rank)
-        return {file: file.path.stat().st_size for file in files}
 
     async def remove(self, session_id: str) -> None:
         """Remove a session, whose lock is held, from the archives."""
@@ -237,6 +235,11 @@ class Archiver:
             log.info("archiving was interrupted: %s is removed, and its sessions go on", name)
             await asyncio.to_thread(remove_file, self._folder / name)
             await self._journal.commit(PutMeta(_INTENT, None))
+
+
+def _size(file: ArchiveFile) -> int:
+    """Return the bytes of a file; 0 for one that the deletion of its last session removed."""
+    return file.path.stat().st_size if file.path.exists() else 0
 
 
 async def archived_of(journal: Journal, ids: Iterable[str]) -> list[str]:
