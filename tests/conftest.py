@@ -177,7 +177,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
     form = "long" if config.getoption("--long") else "short"
     found: dict[str, results.Result] = {}
@@ -193,7 +193,8 @@ def pytest_terminal_summary(
         for line in lines:
             terminalreporter.write_line(line)
     chosen = config.getoption("keyword") or any("::" in each for each in config.args)
-    if config.getoption("--record") and not chosen:
+    whole = not chosen and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if config.getoption("--record") and whole:
         results.record(r for r in found.values() if r.passed or r.failed)
 
 
