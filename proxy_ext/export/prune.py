@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import getpass
 import json
 import sys
 import time
@@ -22,6 +23,7 @@ from any_agent.cli.prune import SETTLED, add_prune_arguments
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import append_line, fsync, make_folder
 from any_agent.runtime.command_line import columns, guarded, overrides_of, parse
 from any_agent.types import SessionState
 from proxy_ext.archive.archiver import archived_of
@@ -167,6 +169,8 @@ def prune(arguments: argparse.Namespace) -> int:
     states = arguments.state or SETTLED
     pruner = Pruner(run, before=before, states=states, apply=arguments.apply)
     with run.lock():
+        if arguments.apply:
+            _audit(run, older_than=arguments.older_than, states=sorted(states))
         for rank in ranks:
             asyncio.run(pruner.rank(rank))
     _print(pruner.found, run, arguments)
@@ -186,6 +190,16 @@ def _trial(config: Config) -> RunDir:
         last = load_config(run.resolved, environ={})
         run = run_dir_of(config.model_copy(update={"server": last.server}))
     return run
+
+
+def _audit(run: RunDir, **fields: Any) -> None:
+    """Write a line of the audit log, on disk before anything is removed."""
+    make_folder(run.audit)
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = {"at": at, "event": "sessions prune", "who": getpass.getuser(), **fields}
+    path = run.audit / "prune.jsonl"
+    append_line(path, json.dumps(line))
+    fsync(path)
 
 
 def _print(found: Found, run: RunDir, arguments: argparse.Namespace) -> None:

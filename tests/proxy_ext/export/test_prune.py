@@ -106,6 +106,8 @@ async def test_what_is_settled_goes_and_the_rest_stays(
     said = await pruned(rank, capfd, *OLD, "--apply", "--json")
     assert said.code == 0, said.err
     assert exported(rank) == ["late", "finalized", "recent"]
+    (line,) = (rank.folder / "audit" / "prune.jsonl").read_text().splitlines()
+    assert {"event": "sessions prune", "older_than": 5.0}.items() <= json.loads(line).items()
     assert rank.files == []
     assert said.json["freed_bytes"] > 0 and size.stat().st_size < before
     assert b"secretsecret" not in size.read_bytes()
