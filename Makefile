@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter to make .venv with; default: the first of python3, python3.13,
 #                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
 #   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
-#   ARGS         passed on to demo, test, verify, bench, learn, chaos, soak, dist and release, e.g. make soak ARGS="--hours 8"
+#   ARGS         passed on to demo, test, verify, bench, learn, chaos, mutants, soak, dist and release, e.g. make soak ARGS="--hours 8"
 #   SUITES       what make verify runs, e.g. make verify SUITES="engines clients"; default: every suite that was not
 #                green at this commit (gpu only by name); AGAIN=1 runs those, too
 #   PROOFS       passed on to the pytest of chaos, e.g. make chaos PROOFS="-k overload"
@@ -36,7 +36,7 @@ PYTEST := $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Programs that tests start, thousands of them, would each compile all our modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo setup test gate verify lint docs dist release bench bench-check learn chaos soak clean
+.PHONY: help demo setup test gate verify lint docs dist release bench bench-check learn chaos mutants soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -100,6 +100,10 @@ chaos: $(DEV) ## kill every kind of process under load, then run every proof and
 	  --long --record --timeout 3600 $(PROOFS)
 	@$(RUN) -m pytest tests/chaos --journal redis --timeout 3600 $(PROOFS)
 
+mutants: $(DEV) ## plant fifty faults, one by one, and see that a test turns red for each: tests/mutants.md
+	$(call apt,redis-server,redis-server)
+	@$(RUN) tools/mutants.py $(ARGS)
+
 soak: $(DEV) ## serve and train for hours under faults of every kind: nothing lost, everything flat
 	@$(RUN) tests/e2e/soak.py --record $(ARGS)
 
@@ -135,8 +139,9 @@ define install
 	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c constraints.txt $(TORCH)
 	@echo "setup    installing any-agent-rl[$(1)]: silent for a minute or some"
 	@$(PIP) -c constraints.txt uv
-	@$(UV) -c constraints.txt -e '.[$(1)]' || { \
-	  echo "setup    uv could not; pip installs it, in some minutes"; $(PIP) -c constraints.txt -e '.[$(1)]'; \
+	@$(UV) -c constraints.txt -e '.[$(1)]' 2>$(VENV)/uv.log || { \
+	  echo "setup    uv could not (why: $(VENV)/uv.log); pip installs it, in some minutes"; \
+	  $(PIP) -c constraints.txt -e '.[$(1)]'; \
 	}
 	@$(COMPILE)
 	@touch $@

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from any_agent.config.litellm import (
+    POLICY,
     database_url,
     names_in,
+    policy_names_in,
     read_litellm_config,
     require_other_names,
 )
@@ -84,6 +86,8 @@ def load_proxy(path: str) -> Any:
     import litellm
     from litellm.proxy import proxy_server
 
+    # LiteLLM takes an entry of a provider that it knows alone; `adopt` removes it.
+    litellm.provider_list.append(POLICY.partition("/")[0])
     # Hosts that a client names are checked before LiteLLM fetches from them.
     litellm.user_url_validation = True
     proxy_server.general_settings["disable_model_info_refresh"] = True
@@ -105,10 +109,19 @@ def adopt(path: str, policy: frozenset[str], *, ranks: int) -> None:
     _note_answers()
     proxy_server.user_custom_auth = _identify
     # Included files are read by now.
-    require_other_names(names_in(proxy_server.proxy_config.get_config_state()), policy, path)
+    state = proxy_server.proxy_config.get_config_state()
+    require_other_names(names_in(state), policy, path)
+    if others := set(policy_names_in(state)) - policy:
+        raise ConfigError(
+            f"a file that {path} includes calls the policy {min(others)}: write the entry with "
+            f"model: {POLICY} into {path} itself"
+        )
     router = proxy_server.llm_router
     if router is None:
         return
+    for deployment in list(router.model_list):
+        if deployment["litellm_params"]["model"] == POLICY:
+            router.delete_deployment(deployment["model_info"]["id"])
     _name_unpriced(router)
     if ranks == 1:
         return

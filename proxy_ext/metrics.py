@@ -249,9 +249,10 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
     _counter(
         "litellm_events",
         "The policy's calls, rewards and ends for LiteLLM's callbacks (litellm.config), by "
-        "outcome: told, failed (a callback raised, or took too long) or dropped "
-        "(litellm.max_waiting_events were waiting); and the policy's calls for its virtual keys: "
-        "charged, or uncharged (LiteLLM failed, or too many waited).",
+        "outcome: told, failed (they took too long, or their process ended; one that raises is "
+        "logged by LiteLLM) or dropped (litellm.max_waiting_events were waiting); and the "
+        "policy's calls for its virtual keys: charged, or uncharged (LiteLLM failed, or too many "
+        "waited).",
         lambda s: {} if s.events is None else _by_one(s.events.outcomes, EVENT_OUTCOMES),
         "outcome",
     ),

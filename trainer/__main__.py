@@ -6,16 +6,12 @@ import argparse
 import logging
 import os
 import signal
-from typing import TYPE_CHECKING
 
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.open_files import raise_open_files_limit
 from any_agent.runtime.signals import die_with_parent
-
-if TYPE_CHECKING:
-    from trainer.command_channel import Leader
 
 _STOPPED = 143
 
@@ -56,17 +52,13 @@ def _train(config: Config, host: str, launched: int) -> int:
         follow(world, config.train)
         return 0
     with lead(world) as leader:
-        return _lead(config, host, leader, launched)
+        from trainer.loop import TrainingLoop
 
-
-def _lead(config: Config, host: str, leader: Leader | None, launched: int) -> int:
-    from trainer.loop import TrainingLoop
-
-    trainer = TrainingLoop(config, leader=leader)
-    # SIGTERM ends training after the current step, with a checkpoint.
-    signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-    with trainer.heartbeat(host=host, pid=launched):
-        return 0 if trainer.train() else _STOPPED
+        trainer = TrainingLoop(config, leader=leader)
+        # SIGTERM ends training after the current step, with a checkpoint.
+        signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+        with trainer.heartbeat(host=host, pid=launched):
+            return 0 if trainer.train() else _STOPPED
 
 
 if __name__ == "__main__":

@@ -98,10 +98,5 @@ def require_same_model(path: Path | str, saved: Mapping[str, Any], policy: Polic
             f"train.lora.target_modules: they differ in {', '.join(sorted(odd)[:4])}; set it as it "
             "was, or choose another --trial"
         )
-    before, base = saved["base"], policy.base
-    if before is not None and base is not None and (wrong := base.differing(before)):
-        raise ConfigError(
-            f"{path} is the training of a LoRA adapter on other weights ({before['path']}) than "
-            f"those of {base.path}: {', '.join(wrong)} differ; restore them, or "
-            "choose another --trial"
-        )
+    if saved["base"] is not None and policy.base is not None:
+        policy.base.require_same(saved["base"], f"{path} is the training of a LoRA adapter on")

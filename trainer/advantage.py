@@ -119,14 +119,14 @@ def group_advantages(
     """
     pools, stays, batch = _pools(groups)
     out = []
-    for group, own, stay in zip(groups, pools, stays, strict=True):
-        pool = batch if len(group) == 1 else own
+    for group, pool, stay in zip(groups, pools, stays, strict=True):
         baseline, std = _mean_and_std(pool)
         if normalize_std == "batch":
             _, std = _mean_and_std(pool := batch)
         scale = 1.0 if std is None or normalize_std == "none" or _equal(pool) else std + STD_FLOOR
         advantages = tuple(_of_session(s, baseline, 0.0, scale, stay) for s in group)
-        out.append(_estimate(group, advantages, baseline, std, stay, scale))
+        scores = tuple(s.score for s in group)
+        out.append(GroupAdvantages(advantages, scores, baseline, std, not stay, scale))
     return out
 
 
@@ -140,9 +140,9 @@ def leave_one_out(
 
     Source: RLOO (arXiv 2402.14740), over sessions instead of single completions.
     """
-    pools, stays, batch = _pools(groups)
+    pools, stays, _ = _pools(groups)
     baselines = [
-        [_mean_of_others(batch if len(group) == 1 else pool, s.score) for s in group]
+        [_mean_of_others(pool, s.score) for s in group]
         for group, pool in zip(groups, pools, strict=True)
     ]
     return _from_baselines(groups, baselines, stays, config.normalize_std)
@@ -175,12 +175,10 @@ def batch_advantages_of_groups(
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262).
     """
-    pools, stays, batch = _pools(groups)
-    means = [
-        _mean_and_std(batch if len(group) == 1 else pool)[0]
-        for group, pool in zip(groups, pools, strict=True)
+    pools, stays, _ = _pools(groups)
+    baselines = [
+        [_mean_and_std(pool)[0]] * len(group) for group, pool in zip(groups, pools, strict=True)
     ]
-    baselines = [[mean] * len(group) for group, mean in zip(groups, means, strict=True)]
     return _from_baselines(groups, baselines, stays, config.normalize_std)
 
 
@@ -206,31 +204,21 @@ def _from_baselines(
     for group, of_group, stay in zip(groups, baselines, stays, strict=True):
         pairs = zip(group, of_group, strict=True)
         advantages = tuple(_of_session(s, b, shift, scale, stay) for s, b in pairs)
-        out.append(_estimate(group, advantages, *_mean_and_std(_pool(group)), stay, scale))
+        scores, own = tuple(s.score for s in group), _mean_and_std(_pool(group))
+        out.append(GroupAdvantages(advantages, scores, *own, not stay, scale))
     return out
-
-
-def _estimate(
-    group: Sequence[SessionRewards],
-    advantages: tuple[tuple[float, ...], ...],
-    baseline: float | None,
-    std: float | None,
-    stays: bool,
-    scale: float,
-) -> GroupAdvantages:
-    scores = tuple(session.score for session in group)
-    return GroupAdvantages(advantages, scores, baseline, std, not stays, scale)
 
 
 def _pools(
     groups: Sequence[Sequence[SessionRewards]],
 ) -> tuple[list[list[float]], list[bool], list[float]]:
-    """Return each group's scores, whether it has something to learn from, and the scores of the
-    groups that have."""
+    """Return the scores that each group is compared with, whether it has something to learn from,
+    and the scores of the groups that have, with which a group of one is compared."""
     pools = [_pool(group) for group in groups]
     stays = [len(group) == 1 or not _equal(pool) for group, pool in zip(groups, pools, strict=True)]
     batch = [score for pool, stay in zip(pools, stays, strict=True) if stay for score in pool]
-    return pools, stays, batch
+    given = zip(groups, pools, strict=True)
+    return [batch if len(group) == 1 else own for group, own in given], stays, batch
 
 
 def _pool(group: Sequence[SessionRewards]) -> list[float]:

@@ -5,7 +5,6 @@ Clusters launch this script; ``any-agent serve`` is the same for people.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +20,17 @@ if __package__ in (None, ""):
     )
 
 from any_agent.cli import run_service
-from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
+from any_agent.runtime.command_line import (
+    CommandParser,
+    add_service_arguments,
+    guarded,
+    overrides_of,
+    parse,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Serve and train one run with GRPO.")
+    parser = CommandParser(description="Serve and train one run with GRPO.")
     add_service_arguments(parser)
     parser.add_argument(
         "--exit-when-done",

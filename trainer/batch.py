@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,14 +33,8 @@ from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory, runs_of
 from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
-from trainer.kl_reward import (
-    Divergences,
-    Place,
-    found_divergences,
-    less_divergence,
-    with_returns,
-)
-from trainer.rows import Row, foreign_id, mark_fresh, mask_stale, with_training_signal
+from trainer.kl_reward import found_divergences, less_divergence, with_returns
+from trainer.rows import Row, mark_fresh, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
@@ -74,11 +69,11 @@ class TrainingBatch:
     """Each named reward's values, of the sessions that have it."""
     ages: list[int] = field(default_factory=list)
     """The train steps between each trained token's version and this step."""
-    prompts: list[int] = field(default_factory=list)
-    """The tokens of each call's prompt, in every session, also in rejected ones."""
-    outputs: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-    """The calls of each session."""
+    lengths: dict[str, list[int]] = field(
+        default_factory=lambda: {"prompt": [], "output": [], "turns": []}
+    )
+    """The tokens of each call's prompt and output, and the calls of each session, also of rejected
+    ones."""
     cut: list[bool] = field(default_factory=list)
     """For each call whose end is known, whether its output was cut by its length."""
 
@@ -126,8 +121,7 @@ def training_batch(
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
     reference: Callable[[Sequence[Row]], Sequence[torch.Tensor]] | None = None,
-    vocabulary: int | None = None,
-    context: int | None = None,
+    misfit: Callable[[Row], tuple[str, str] | None] = lambda row: None,
 ) -> TrainingBatch:
     """Estimate advantages over the groups, then make one row per counted interaction, and divide
     the rows into minibatches.
@@ -135,16 +129,34 @@ def training_batch(
     Stale tokens are masked; then the rows get their tokens' weights in the loss, if these differ.
     ``temperature`` applies to rows that do not state their own. ``reference`` returns the reference
     model's log-probabilities of rows' trained tokens, for a divergence in the reward. Sessions are
-    rejected that have token ids from ``vocabulary`` on, or a row of more tokens than ``context`` or
-    the config allows.
+    rejected that have a row for which ``misfit`` returns a reason and its words, or one of more
+    tokens than the config allows.
     """
-    unfit = partial(_unfit, limit=config.max_row_tokens, vocabulary=vocabulary, context=context)
+    unfit = partial(_unfit, limit=config.max_row_tokens, misfit=misfit)
     rewards = [[session_rewards(s, config) for s in group] for group in groups]
-    divergences: Divergences = {}
+    made = [
+        [_rows(*one, temperature) for one in zip(*both, strict=True)]
+        for both in zip(groups, rewards, strict=True)
+    ]
+    # Of each session's rows, by the numbers of its group and its own.
+    divergences: dict[tuple[int, int], list[torch.Tensor]] = {}
     if config.kl_reward_coef:
         assert reference is not None, "the trainer has a reference model"
-        divergences = found_divergences(_places(groups, rewards, temperature, unfit), reference)
-        rewards = less_divergence(rewards, divergences, config.kl_reward_coef)
+        fit = {
+            (number, place): rows
+            for number, of_group in enumerate(made)
+            for place, rows in enumerate(of_group)
+            if unfit(rows) is None
+        }
+        found = iter(found_divergences(list(chain(*fit.values())), reference))
+        divergences = {place: list(islice(found, len(rows))) for place, rows in fit.items()}
+        rewards = [
+            [
+                less_divergence(r, divergences.get((number, place), ()), config.kl_reward_coef)
+                for place, r in enumerate(of_group)
+            ]
+            for number, of_group in enumerate(rewards)
+        ]
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
     of_rows: list[Row] = []
@@ -152,7 +164,7 @@ def training_batch(
     for number, (group, group_rewards, estimate) in enumerate(
         zip(groups, rewards, estimates, strict=True)
     ):
-        dropped = config.dynamic_sampling == "drop" and _is_dull(group, config)
+        dropped = config.dynamic_sampling == "drop" and _outcomes(group, config)[1]
         for place, (session, r, advantages, score) in enumerate(
             zip(group, group_rewards, estimate.advantages, estimate.scores, strict=True)
         ):
@@ -167,14 +179,19 @@ def training_batch(
             if dropped:
                 batch.rejected[session.session_id] = "zero_variance"
                 continue
-            rows = _rows(session, r, advantages, temperature)
-            if (found := unfit(rows)) is not None:
-                reason, why = found
-                log.warning("session %s is not trained on: %s", session.session_id, why)
+            rows = made[number][place]
+            if (problem := unfit(rows)) is not None:
+                reason, why = problem
+                log.warning("session %s is not trained on: a row %s", session.session_id, why)
                 batch.rejected[session.session_id] = reason
                 continue
+            counted = (a for a, one in zip(advantages, r.counted, strict=True) if one)
+            rows = [
+                row | {"advantages": torch.tensor(advantage, dtype=torch.float32)}
+                for row, advantage in zip(rows, counted, strict=True)
+            ]
             if divergences and config.advantage_estimator in RETURNS_OF_TOKENS:
-                own = [divergences[number, place, k] for k, one in enumerate(r.counted) if one]
+                own = divergences[number, place]
                 factor = 0 if estimate.zero_variance else config.kl_reward_coef / estimate.scale
                 rows = [with_returns(row, d, factor) for row, d in zip(rows, own, strict=True)]
             rows = [
@@ -200,36 +217,16 @@ def training_batch(
     return batch
 
 
-def _places(
-    groups: Sequence[Group],
-    rewards: Sequence[Sequence[SessionRewards]],
-    temperature: float,
-    unfit: Callable[[Sequence[Row]], object],
-) -> Iterator[tuple[Place, Row]]:
-    """Yield the rows of all counted interactions, but for sessions with a row that is unfit."""
-    for number, (group, of_group) in enumerate(zip(groups, rewards, strict=True)):
-        for place, (session, r) in enumerate(zip(group, of_group, strict=True)):
-            rows = _rows(session, r, [0.0] * len(r.counted), temperature)
-            if unfit(rows) is None:
-                counted = (k for k, one in enumerate(r.counted) if one)
-                yield from zip(((number, place, k) for k in counted), rows, strict=True)
-
-
 def _unfit(
-    rows: Sequence[Row], *, limit: int | None, vocabulary: int | None, context: int | None
+    rows: Sequence[Row], limit: int | None, misfit: Callable[[Row], tuple[str, str] | None]
 ) -> tuple[str, str] | None:
     """Return the reason for which no step can take these rows, and its words; None: one can."""
-    longest = max((row["input_ids"].shape[0] for row in rows), default=0)
-    if limit is not None and longest > limit:
-        return "too_long", f"a row has {longest} tokens, above train.max_row_tokens={limit}"
-    if context is not None and longest > context:
-        return "too_long", f"a row has {longest} tokens, above the model's context of {context}"
     for row in rows:
-        if vocabulary is not None and (id := foreign_id(row, vocabulary)) is not None:
-            return "unusable", (
-                f"it has the token id {id}, and the trained model's are 0 to {vocabulary - 1}: its "
-                "engine serves another model"
-            )
+        found, length = misfit(row), len(row["input_ids"])
+        if limit is not None and length > limit:
+            found = "too_long", f"has {length} tokens, above train.max_row_tokens={limit}"
+        if found is not None:
+            return found
     return None
 
 
@@ -279,21 +276,20 @@ def weighted(
 
 
 def _add_lengths(batch: TrainingBatch, session: Session) -> None:
+    calls: list[tuple[int, int]] = []
+    # Tokens of prompt and output, and of the output.
     if isinstance(session, SampledSession):
-        batch.turns.append(len(session.rows))
-        for row in session.rows:
-            output = int(row["loss_mask"].sum())
-            batch.outputs.append(output)
-            batch.prompts.append(len(row["input_ids"]) - output)
-        return
-    batch.turns.append(len(session.interactions))
-    whole: dict[str | None, int] = {None: 0}
-    for node in session.interactions:  # parents come first
-        prompt = whole[node.parent_id] + len(node.prompt_delta_ids)
-        whole[node.id] = prompt + len(node.output_ids)
-        batch.prompts.append(prompt)
-        batch.outputs.append(len(node.output_ids))
-        batch.cut.append(node.finish_reason == "length")
+        calls += [(len(row["input_ids"]), int(row["loss_mask"].sum())) for row in session.rows]
+    else:
+        whole: dict[str | None, int] = {None: 0}
+        for node in session.interactions:  # parents come first
+            output = len(node.output_ids)
+            whole[node.id] = whole[node.parent_id] + len(node.prompt_delta_ids) + output
+            calls.append((whole[node.id], output))
+            batch.cut.append(node.finish_reason == "length")
+    batch.lengths["turns"].append(len(calls))
+    batch.lengths["prompt"] += [tokens - output for tokens, output in calls]
+    batch.lengths["output"] += [output for _, output in calls]
 
 
 def in_stable_order(group: Group) -> Group:
@@ -335,39 +331,33 @@ def versions_in(groups: Sequence[Group]) -> set[int]:
     return {int(version) for versions in sampled for version in np.unique(versions)}
 
 
-def _rows(
-    session: Session, rewards: SessionRewards, advantages: Sequence[float], temperature: float
-) -> list[Row]:
-    """Return the rows of the counted interactions, with the inputs of the loss."""
-    return [
-        with_training_signal(row_to_tensors(row), advantage=advantage, temperature=at)
-        for (row, at), counted, advantage in zip(
-            _plain_rows(session, rewards, temperature), rewards.counted, advantages, strict=True
+def _rows(session: Session, rewards: SessionRewards, temperature: float) -> list[Row]:
+    """Return the rows of the counted interactions, still without advantages."""
+    if isinstance(session, SampledSession):
+        known = (temperature if at is None else at for at in session.temperatures)
+        plain: Iterable[tuple[PlainRow, float]] = zip(session.rows, known, strict=True)
+    else:
+        tree = InteractionTree.from_interactions(session.interactions)
+        plain = (
+            (interaction_row(tree, node.id, r), node.gconfig.temperature)
+            for node, r in zip(session.interactions, rewards.rewards, strict=True)
         )
-        if counted
+    return [
+        with_training_signal(row_to_tensors(row), temperature=at)
+        for (row, at), one in zip(plain, rewards.counted, strict=True)
+        if one
     ]
 
 
-def _plain_rows(
-    session: Session, rewards: SessionRewards, temperature: float
-) -> Iterator[tuple[PlainRow, float]]:
-    if isinstance(session, SampledSession):
-        for row, at in zip(session.rows, session.temperatures, strict=True):
-            yield row, temperature if at is None else at
-        return
-    tree = InteractionTree.from_interactions(session.interactions)
-    for node, r in zip(session.interactions, rewards.rewards, strict=True):
-        yield interaction_row(tree, node.id, r), node.gconfig.temperature
-
-
-def _is_dull(group: Group, config: TrainConfig) -> bool:
-    """Return whether all sessions of a group have the same score.
+def _outcomes(group: Group, config: TrainConfig) -> tuple[list[float], bool]:
+    """Return the scores of a group's sessions, and whether they have nothing to compare.
 
     By what was achieved: equal outcomes of unequal length have nothing to compare.
     """
-    outcomes = config.model_copy(update={"overlong_length": None})
-    rewards = [session_rewards(session, outcomes) for session in group]
-    return estimate_advantages([rewards], outcomes)[0].zero_variance
+    config = config.model_copy(update={"overlong_length": None})
+    rewards = [session_rewards(session, config) for session in group]
+    scores = [r.score for r in rewards if r.score is not None]
+    return scores, estimate_advantages([rewards], config)[0].zero_variance
 
 
 class ScoresSinceStep:
@@ -389,35 +379,28 @@ class ScoresSinceStep:
             self._scored += len(scores)
             self._dull += len(scores) if dull else 0
 
-    def read(self) -> dict[str, Any]:
+    def read(self, *, take: bool = False) -> dict[str, Any]:
         """Return `reward` (the mean, None without any), `sessions`, and `dull`, how many of them
-        had a group that teaches nothing."""
+        had a group that teaches nothing; ``take``: and begin again."""
         with self._lock:
-            return self._now()
-
-    def take(self) -> dict[str, Any]:
-        """Return the same, and begin again."""
-        with self._lock:
-            found = self._now()
-            self._sum, self._scored, self._dull = 0.0, 0, 0
+            mean = self._sum / self._scored if self._scored else None
+            found = {"reward": mean, "sessions": self._scored, "dull": self._dull}
+            if take:
+                self._sum, self._scored, self._dull = 0.0, 0, 0
             return found
-
-    def _now(self) -> dict[str, Any]:
-        mean = self._sum / self._scored if self._scored else None
-        return {"reward": mean, "sessions": self._scored, "dull": self._dull}
 
 
 class ZeroVarianceGroups:
     """Counts groups that were left out: consecutive ones by reason, and among the last ones."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config.model_copy(update={"overlong_length": None})
+        self._config = config
         self.trainability = TrainabilityWatch()
         self.scores = ScoresSinceStep()
-        self.consecutive = 0
         self._recent: deque[str | None] = deque(maxlen=_RECENT_GROUPS)
         """Why each of the last groups was left out; None for a useful one."""
         self._reasons: Counter[str] = Counter()
+        """The reasons of the groups that were left out since the last useful one."""
         self._score: float | None = None
         """The score of the last group whose runs all scored the same."""
 
@@ -430,16 +413,16 @@ class ZeroVarianceGroups:
         for session in group:
             if isinstance(session, Trajectory):
                 self.trainability.add(count_calls(session.interactions))
-        scores = self._scores(group)
-        dull = bool(scores) and _is_dull(group, self._config)
+        scores, dull = _outcomes(group, self._config)
         self.scores.add(scores, dull=dull)
         if not scores:
             reason = "untrainable"
         elif dull and self._config.dynamic_sampling == "refill":
             reason = "zero_variance"
         else:
-            self.reset()
             self._recent.append(None)
+            self._reasons.clear()
+            self._score = None
             return None
         if scores:
             self._score = scores[0]
@@ -448,22 +431,16 @@ class ZeroVarianceGroups:
 
     def refuse(self, group: Group, reason: str) -> None:
         """Count a group that was left out for another reason, with its scores."""
-        self.scores.add(self._scores(group), dull=False)
+        self.scores.add(_outcomes(group, self._config)[0], dull=False)
         self.count(reason)
 
-    def _scores(self, group: Group) -> list[float]:
-        rewards = [session_rewards(session, self._config) for session in group]
-        return [r.score for r in rewards if r.score is not None]
-
-    def reset(self) -> None:
-        """Restart the count, after a group that can be trained on."""
-        self.consecutive = 0
-        self._reasons.clear()
-        self._score = None
+    @property
+    def consecutive(self) -> int:
+        """The number of groups that were left out since the last useful one."""
+        return self._reasons.total()
 
     def count(self, reason: str) -> None:
         """Count one more group that was left out for ``reason``."""
-        self.consecutive += 1
         self._recent.append(reason)
         self._reasons[reason] += 1
 

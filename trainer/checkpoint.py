@@ -228,26 +228,25 @@ def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]
     shares = folder / "optimizer"
     # In the optimizer's order.
     parameters = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    divided: dict[str, Tensor] = {}
-    alike: dict[str, Tensor] = {}
     with safe_open(plain, framework="pt") as file:
         kept = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-        for full_name in sorted(kept.keys() | names_in(shares)):
-            name = full_name.rsplit("/", 1)[0]
-            if name not in parameters:
-                raise StartupError(
-                    f"{folder}: the optimizer's state has a parameter that the model lacks: {name}"
-                )
-            if kept.get(full_name) == []:
-                alike[full_name] = file.get_tensor(full_name)
-            else:
-                divided[full_name] = torch.zeros_like(parameters[name]).detach()
+        alike = {name: file.get_tensor(name) for name, shape in kept.items() if shape == []}
+    owners = {name: name.rsplit("/", 1) for name in sorted(kept.keys() | names_in(shares))}
+    if odd := {owner for owner, _ in owners.values()} - parameters.keys():
+        raise StartupError(
+            f"{folder}: the optimizer's state has a parameter that the model lacks: {min(odd)}"
+        )
+    divided = {
+        name: torch.zeros_like(parameters[owner]).detach()
+        for name, (owner, _) in owners.items()
+        if name not in alike
+    }
     load_shards(shares if shares.is_dir() else folder, divided)
     index = {name: k for k, name in enumerate(parameters)}
     state: dict[int, dict[str, Tensor]] = {}
-    for full_name, tensor in (alike | divided).items():
-        name, key = full_name.rsplit("/", 1)
-        state.setdefault(index[name], {})[key] = tensor
+    for name, tensor in (alike | divided).items():
+        owner, key = owners[name]
+        state.setdefault(index[owner], {})[key] = tensor
     now = policy.optimizer.state_dict()["param_groups"]
     merged = [group | saved for group, saved in zip(now, groups, strict=True)]
     policy.optimizer.load_state_dict({"state": state, "param_groups": merged})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,12 @@ import numpy as np
 from any_agent import stats_tracker
 from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
-from any_agent.launcher.training_progress import format_evaluation, records_in
+from any_agent.launcher.training_progress import format_evaluation
 from any_agent.rewards.score_statistics import estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
-from any_agent.runtime.atomic_files import append_line
-from any_agent.runtime.disk_space import DiskSpace
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.base import TensorDict
-from trainer.metrics import without_counts
+from trainer.report import RunReport, without_counts
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +48,7 @@ def figures(scores: Sequence[Sequence[float]], failed: Counter[str]) -> dict[str
     }
 
 
+@dataclass(eq=False)
 class TrialEvaluation:
     """Runs a workflow on every item of a dataset when it is due, and reports the figures.
 
@@ -59,29 +57,14 @@ class TrialEvaluation:
     seconds, is counted by its reason and left out of the means.
     """
 
-    def __init__(
-        self,
-        config: EvalConfig,
-        dataset: RowDataset,
-        workflow: WorkflowLike,
-        executor: Callable[[], WorkflowExecutor],
-        *,
-        metrics: Path,
-        report: Callable[[dict[str, Any]], None],
-        disk: DiskSpace | None = None,
-    ) -> None:
-        """``metrics``: the run's `metrics.jsonl`; its new line is passed to ``report``, too.
+    config: EvalConfig
+    dataset: RowDataset
+    workflow: WorkflowLike
+    executor: Callable[[], WorkflowExecutor]
+    report: RunReport
 
-        ``disk`` waits where there is no space for it.
-        """
-        self._disk = disk or DiskSpace()
-        self._config = config
-        self._dataset = dataset
-        self._workflow = workflow
-        self._make_executor = executor
-        self._metrics = metrics
-        self._report = report
-        self._done = {line["step"] for line in records_in(metrics) if "eval" in line}
+    def __post_init__(self) -> None:
+        self._done = self.report.evaluated()
         self._executor: WorkflowExecutor | None = None
         self._interrupted = False
 
@@ -91,7 +74,7 @@ class TrialEvaluation:
         Raises InterruptedError when training is interrupted.
         """
         if self._is_due(step, last) and step not in self._done:
-            self._executor = self._make_executor()
+            self._executor = self.executor()
             try:
                 if self._interrupted:
                     raise InterruptedError("training was interrupted")
@@ -107,7 +90,7 @@ class TrialEvaluation:
             self._executor.interrupt()
 
     def _is_due(self, step: int, last: bool) -> bool:
-        c = self._config
+        c = self.config
         if step == 0:
             return c.at_start
         return c.every > 0 and (last or step % c.every == 0)
@@ -116,7 +99,7 @@ class TrialEvaluation:
         started = time.monotonic()
         stats = stats_tracker.get(_SCOPE)
         stats.export(reset=True)
-        found = self._run(executor, started + self._config.timeout)
+        found = self._run(executor, started + self.config.timeout)
         line = {
             "time": time.time(),
             "step": step,
@@ -127,27 +110,23 @@ class TrialEvaluation:
                 "stats": without_counts(stats.export(reset=True)),
             },
         }
-        text = json.dumps(line)
-        self._disk.write(
-            lambda: append_line(self._metrics, text), self._metrics.parent, "a metric's line"
-        )
-        self._report(line)
+        self.report.evaluation(line)
         log.info("%s", format_evaluation(line))
 
     def _run(self, executor: WorkflowExecutor, deadline: float) -> dict[str, Any]:
         """Run all items, and return the :func:`figures`."""
         scores: list[list[float]] = []
         failed: Counter[str] = Counter()
-        size = self._config.group_size
+        size = self.config.group_size
         waiting: deque[int] = deque()
-        todo = iter(range(len(self._dataset)))
+        todo = iter(range(len(self.dataset)))
         try:
             while True:
                 while len(waiting) < _AHEAD and (item := next(todo, None)) is not None:
                     waiting.append(
                         executor.submit(
-                            self._dataset[item],
-                            self._workflow,
+                            self.dataset[item],
+                            self.workflow,
                             group_size=size,
                             task_id=item,
                             is_eval=True,
@@ -161,11 +140,11 @@ class TrialEvaluation:
                 scores.append([score(run) for run in runs])
                 failed += lost
         except TimeoutError:
-            missing = len(self._dataset) - len(scores)
+            missing = len(self.dataset) - len(scores)
             failed["timeout"] += missing * size
             log.warning(
                 "the evaluation ended after eval.timeout=%g s without %d of its %d items",
-                *(self._config.timeout, missing, len(self._dataset)),
+                *(self.config.timeout, missing, len(self.dataset)),
             )
             return figures(scores, failed)
         finally:

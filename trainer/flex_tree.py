@@ -157,20 +157,11 @@ def tiles(first: Ints, end: Ints, queries: int) -> tuple[Any, Any, Any, Any]:
     Counts are [tiles of queries], indices [tiles of queries, tiles of keys], the seen ones first.
     Queries and keys fill their tiles.
     """
-    shape = len(first) // TILE, queries // TILE
-    column = np.arange(len(first)) // TILE
-    some = _covered(column, first // TILE, -(-end // TILE), shape) > 0
-    whole = _covered(column, -(-first // TILE), end // TILE, shape) == TILE
+    starts = np.arange(0, queries, TILE)
+    first, end = first.reshape(-1, TILE, 1), end.reshape(-1, TILE, 1)
+    some = ((first < starts + TILE) & (end > starts) & (first < end)).any(axis=1)
+    whole = ((first <= starts) & (end >= starts + TILE)).all(axis=1)
     return (*_listed((some & ~whole).T), *_listed(whole.T))
-
-
-def _covered(column: Ints, start: Ints, end: Ints, shape: tuple[int, int]) -> Ints:
-    """Return how many keys of each tile [columns, rows] cover the rows ``start`` to ``end``."""
-    steps = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
-    some = start < end
-    np.add.at(steps, (column[some], start[some]), 1)
-    np.add.at(steps, (column[some], end[some]), -1)
-    return steps.cumsum(axis=1)[:, :-1]
 
 
 def _listed(seen: Any) -> tuple[Any, Any]:

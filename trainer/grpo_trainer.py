@@ -20,7 +20,12 @@ from any_agent.config import Config, import_plugins
 from any_agent.data import RowSource, as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.node import listening
-from any_agent.launcher.trial import latest_weights, require_no_epochs, require_same_trial
+from any_agent.launcher.trial import (
+    latest_weights,
+    require_no_epochs,
+    require_same_trial,
+    require_training,
+)
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
@@ -37,7 +42,6 @@ from trainer.from_config import (
     workflow_executor,
 )
 from trainer.loop import TrainingLoop
-from trainer.lora import require_targets
 from trainer.parallel.trainer_group import follow, join_processes, lead
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
@@ -123,8 +127,8 @@ class GRPOTrainer:
         require_algorithm(self.config.train)
         if self.train_dataset is None:
             require_no_epochs(self.config)
-        if (lora := policy_config(self.config.train).lora) is not None:
-            require_targets(self.config.model.path, lora)
+        require_training(self.config)
+        policy_config(self.config.train)  # raises for a device that is missing
         require_trackers(self.config.tracking.to)
         # The console is for the lines of the run's steps.
         transformers_logging.disable_progress_bar()
@@ -134,7 +138,7 @@ class GRPOTrainer:
             return self
         # Set before the first use of a tokenizer, which warns in processes forked after it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._signals.install()
+        self._stack.enter_context(self._signals.handled())
         self._entered = True
         try:
             self._leader = self._stack.enter_context(lead(self._world))
@@ -154,7 +158,6 @@ class GRPOTrainer:
             self._service.stop(drain=isinstance(error, StopRequested) and error.gently)
         finally:
             self._stack.close()
-            self._signals.restore()
         if isinstance(error, StopRequested):
             self._say(self._how_to_go_on())
 
@@ -324,9 +327,7 @@ class GRPOTrainer:
             as_dataset(self.valid_dataset, "valid_dataset"),
             workflow,
             executor,
-            metrics=self.dir.metrics,
-            report=loop.report.evaluation,
-            disk=loop.disk,
+            loop.report,
         )
 
     def _make_executor(self) -> WorkflowExecutor:

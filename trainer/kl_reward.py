@@ -6,9 +6,8 @@ that sampled the token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from torch import Tensor
 
@@ -16,48 +15,39 @@ from any_agent.errors import TrainingError
 from trainer.advantage import SessionRewards
 from trainer.rows import Row
 
-Place: TypeAlias = tuple[int, int, int]
-"""The numbers of an interaction's group, of its session in it, and its own."""
-Divergences: TypeAlias = dict[Place, Tensor]
-"""The divergence at each of an interaction's tokens, [n] float64."""
-
 
 def found_divergences(
-    places: Iterable[tuple[Place, Row]], reference: Callable[[Sequence[Row]], Sequence[Tensor]]
-) -> Divergences:
-    """Return the divergences of these rows, whose trained tokens are an interaction's output.
+    rows: Sequence[Row], reference: Callable[[Sequence[Row]], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return the divergence at each trained token of these rows, [n] float64 each.
 
     ``reference`` returns the reference model's log-probabilities of rows' trained tokens. Raises
     TrainingError where one is not finite.
     """
-    given = list(places)
-    found = reference([row for _, row in given])
+    found = reference(rows)
     if not all(bool(values.isfinite().all()) for values in found):
         raise TrainingError(
             "a log-probability of the reference model is not finite: check train.reference_model"
         )
     # A recorded one that is not finite has its error in the loss, which names the token.
-    return {
-        place: (row["logprobs"][row["loss_mask"].bool()].double() - values).nan_to_num(0, 0, 0)
-        for (place, row), values in zip(given, found, strict=True)
-    }
+    return [
+        (row["logprobs"][row["loss_mask"].bool()].double() - values).nan_to_num(0, 0, 0)
+        for row, values in zip(rows, found, strict=True)
+    ]
 
 
 def less_divergence(
-    rewards: Sequence[Sequence[SessionRewards]], divergences: Divergences, factor: float
-) -> list[list[SessionRewards]]:
-    """Return the rewards, by group, less the factor times the sum over each interaction's tokens.
+    rewards: SessionRewards, divergences: Sequence[Tensor], factor: float
+) -> SessionRewards:
+    """Return a session's rewards, less the factor times the sum over each output's tokens.
+
+    ``divergences`` are those of its counted interactions; none: they are not known.
 
     Source: RLOO (arXiv 2402.14740).
     """
-    lost = {place: factor * float(d.sum()) for place, d in divergences.items()}
-    return [
-        [
-            replace(r, rewards=[x - lost.get((group, s, k), 0.0) for k, x in enumerate(r.rewards)])
-            for s, r in enumerate(of_group)
-        ]
-        for group, of_group in enumerate(rewards)
-    ]
+    lost = iter([factor * float(d.sum()) for d in divergences])
+    pairs = zip(rewards.rewards, rewards.counted, strict=True)
+    return replace(rewards, rewards=[r - next(lost, 0.0) if one else r for r, one in pairs])
 
 
 def with_returns(row: Row, divergence: Tensor, factor: float) -> Row:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.compiling import compiled, reason_of
-from trainer.packing import Items, Pass
+from trainer.packing import Pass
 from trainer.tree_attention import TreePass
 
 
@@ -31,18 +31,23 @@ def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
 
 def logprobs_of(
     model: Any,
-    hidden: Tensor,
-    items: Items,
+    hidden: Tensor | None,
+    work: Pass,
+    tree: TreePass | None,
     head_chunk: int,
-    fused: bool = False,
-    entropy_gradient: bool = False,
+    fused: bool,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``log_softmax(logits / T)`` [n] of the items, and the entropies, which have a gradient
-    only on request.
+    """Return ``log_softmax(logits / T)`` [n] of a pass's items, and the entropies, which have a
+    gradient only on request.
 
     The head runs once for each token and temperature that predict something, on ``head_chunk`` of
     them at a time, and again in the backward pass. ``fused``: what follows the head is compiled.
+    ``hidden`` is the result of :func:`hidden_of`; None: it is still to be computed.
     """
+    items = work.items
+    if hidden is None:
+        hidden = hidden_of(model, work, tree)
     if not len(items):
         empty = hidden.new_zeros(0)
         return empty, empty
@@ -68,19 +73,6 @@ def logprobs_of(
     return torch.cat(logprobs)[back], torch.cat(entropies)[back]
 
 
-def pass_logprobs(
-    model: Any,
-    work: Pass,
-    tree: TreePass | None,
-    head_chunk: int,
-    fused: bool = False,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return what :func:`logprobs_of` does, from the pass's tokens on."""
-    hidden = hidden_of(model, work, tree)
-    return logprobs_of(model, hidden, work.items, head_chunk, fused, entropy_gradient)
-
-
 def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Compile what follows the head, for these logits; None, or the reason why that fails."""
     ones = partial(torch.ones, dtype=dtype, device=device)
@@ -95,30 +87,13 @@ def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.de
     return None
 
 
-def _label_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperatures: Tensor,
-    labels: Tensor,
-    owners: Tensor,
-    fused: bool,
-    entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the labels' log-softmax(logits / T) [n], and the entropies.
+class _LabelLogprobs(torch.autograd.Function):
+    """The labels' log-softmax(logits / T) [n], and the entropies.
 
     ``hidden`` and ``temperatures`` belong to the tokens that predict, ``owners`` gives the number
-    of each label's.
+    of each label's. No logits are kept for the backward pass: that makes them again, and turns them
+    into their gradient in place.
     """
-    found: tuple[Tensor, Tensor] = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, temperatures, labels, owners, fused, entropy_gradient
-    )
-    return found
-
-
-class _LabelLogprobs(torch.autograd.Function):
-    """:func:`_label_logprobs`, which keeps no logits for its backward pass: that makes them again,
-    and turns them into their gradient in place."""
 
     @staticmethod
     def forward(
@@ -164,6 +139,9 @@ class _LabelLogprobs(torch.autograd.Function):
             by_logits.sum(0) if needs_bias else None,
             *(None,) * 5,
         )
+
+
+_label_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LabelLogprobs.apply
 
 
 def _summed(like: Tensor, owners: Tensor, values: Tensor) -> Tensor:

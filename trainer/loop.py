@@ -36,7 +36,6 @@ from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.command_channel import Leader
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.origin import require_same_origin
 from trainer.policy import Policy, StepResult
 from trainer.publisher import (
     TIMEOUT,
@@ -99,14 +98,7 @@ class TrainingLoop:
         self._source = source or LeasedBatches(self._executor, zero_variance)
         self.disk = DiskSpace()
         """Every write of the loop goes through it: a full disk is waited out."""
-        self.report = RunReport(
-            config,
-            self.dir,
-            self.disk,
-            lambda: self._source.rejected,
-            lambda: self._source.zero_variance.scores.read(),
-            say,
-        )
+        self.report = RunReport(config, self.dir, self.disk, lambda: self._source, say)
         self.metrics = self.report.metrics
         self._publisher = Publisher(
             config, self.dir, self._executor, self.disk, self._source.updating
@@ -168,9 +160,7 @@ class TrainingLoop:
             with ExitStack() as stack:
                 for end in (self._executor.stop, self._publisher.close, self._source.stop):
                     stack.callback(end)
-                stack.enter_context(
-                    self.report.tracking(lambda: self._stopping or self._failure is not None)
-                )
+                stack.enter_context(self.report.trackers.following(self._hurries))
                 self._run()
                 return self._done
         except DiskWaitEnded as wait:
@@ -179,6 +169,9 @@ class TrainingLoop:
             # As after a kill: what is not saved is made again from the manifests.
             log.warning("stopped at step %d without a checkpoint: %s", self.policy.steps, wait)
             return False
+
+    def _hurries(self) -> bool:
+        return self._stopping or self._failure is not None
 
     def _seen_epoch(self) -> int:
         """Return the highest number of a start that the ranks, which are up, know of."""
@@ -215,15 +208,9 @@ class TrainingLoop:
         """Tell every rank, whose journal may be full."""
         self._write(lambda: announce(self._executor, state, self._status), "the ranks' journals")
 
-    def _write(
-        self,
-        work: Callable[[], T],
-        what: str,
-        needed: Callable[[], int] = int,
-        folder: Path | None = None,
-    ) -> T:
+    def _write(self, work: Callable[[], T], what: str, folder: Path | None = None) -> T:
         """``folder``: where it writes, as folders of the run may be links to other disks."""
-        return self.disk.write(work, folder or self.dir.path, what, needed)
+        return self.disk.write(work, folder or self.dir.path, what)
 
     def _finish(self) -> None:
         self._announce_state("finished")
@@ -286,7 +273,7 @@ class TrainingLoop:
 
     def _report(self, batch: TrainingBatch, result: StepResult) -> None:
         # A repeated step is not published by itself.
-        self.report.step(self.policy, self._publisher.versions.highest, batch, result, self._source)
+        self.report.step(self.policy, self._publisher.versions.highest, batch, result)
 
     def _publish(self) -> None:
         self._publisher.publish(self.policy, self._checkpoints.tokenizer)
@@ -313,8 +300,7 @@ class TrainingLoop:
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                early = patience < _ANNOUNCE_INTERVAL
-                self.report.waiting(error, self._source.zero_variance, early=early)
+                self.report.waiting(error, early=patience < _ANNOUNCE_INTERVAL)
                 patience = _ANNOUNCE_INTERVAL
 
     # -- resume --------------------------------------------------------------------------------
@@ -363,9 +349,8 @@ class TrainingLoop:
         )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
-        if taken.origin is not None and (now := self._checkpoints.origin) is not None:
-            where = f"step {taken.step} ({self._manifests.path(taken.step)})"
-            require_same_origin(where, taken.origin, now, self.policy)
+        where = f"step {taken.step} ({self._manifests.path(taken.step)})"
+        self._checkpoints.require_same_origin(where, taken.origin, self.policy)
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
             found |= self._write(

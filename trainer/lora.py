@@ -70,25 +70,16 @@ class BaseWeights:
         """Return True if a path, or a hub name, is where these weights were read."""
         return self.path in (path, str(Path(path).absolute()))
 
-    def differing(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of the files that are others than those of a record, read from JSON."""
-        return sorted({name for name, _ in saved["crc32"].items() ^ self.crc32.items()})
+    def require_same(self, saved: Mapping[str, Any], what: str) -> None:
+        """Raise ConfigError where a record, read from JSON, is of other weights.
 
-
-def require_targets(path: str, lora: Lora) -> None:
-    """Raise ConfigError for targets that a model lacks, without reading its weights.
-
-    A model that cannot be made from its configuration is refused when it is loaded.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError):
-        return
-    _targets(model, lora.targets)
+        The message begins with ``what`` has or had them.
+        """
+        if wrong := sorted({name for name, _ in saved["crc32"].items() ^ self.crc32.items()}):
+            raise ConfigError(
+                f"{what} other weights ({saved['path']}) than those of {self.path}: "
+                f"{', '.join(wrong)} differ; restore them, or choose another --trial"
+            )
 
 
 def add_adapter(model: Any, lora: Lora) -> None:

@@ -67,8 +67,7 @@ class Manifest:
     reference: dict[str, Any] | None = None
     """The name and the weights of the reference model; None without one."""
     origin: dict[str, Any] | None = None
-    """The result of :func:`trainer.origin.origin_of`; None of a trainer that began with a
-    checkpoint."""
+    """:attr:`trainer.run_checkpoints.RunCheckpoints.origin`."""
 
     def __post_init__(self) -> None:
         if odd := self.settings.keys() ^ set(SETTINGS):
@@ -210,19 +209,14 @@ class ConsumedSessions(dict[str, Consumed]):
 
     def dump(self) -> dict[str, Any]:
         """Return the record as plain JSON: sessions in a row with one fate share an entry."""
-        return {"consumed": _by_fate(self.items())}
+        fates = groupby(self.items(), key=itemgetter(1))
+        listed = [{**fate._asdict(), "sessions": [id for id, _ in same]} for fate, same in fates]
+        return {"consumed": listed}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Add what :meth:`dump` returned."""
         for entry in state["consumed"]:
             self |= dict.fromkeys(entry["sessions"], Consumed(entry["step"], entry["rejected"]))
-
-
-def _by_fate(sessions: Iterable[tuple[str, Consumed]]) -> list[dict[str, Any]]:
-    return [
-        {**fate._asdict(), "sessions": [id for id, _ in same]}
-        for fate, same in groupby(sessions, key=itemgetter(1))
-    ]
 
 
 _TOKENS = {
@@ -245,7 +239,10 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
     its header what belongs to which session.
     """
     rows = [row for session in sessions for row in session.rows]
-    tensors = {name: _joined([row[name] for row in rows], kind) for name, kind in _TOKENS.items()}
+    tensors: dict[str, np.ndarray] = {
+        name: np.concatenate([*(row[name] for row in rows), np.empty(0, kind)]).astype(kind)
+        for name, kind in _TOKENS.items()
+    }
     tensors["lengths"] = np.array([len(row["input_ids"]) for row in rows], np.int64)
     # In full precision: advantages are computed from them.
     tensors["rewards"] = np.array([float(row["rewards"]) for row in rows], np.float64)
@@ -278,10 +275,6 @@ def read_sessions(path: Path) -> dict[str, SampledSession]:
         }
     except (OSError, ValueError, KeyError, TypeError, StopIteration, SafetensorError) as error:
         raise _unreadable(path, error) from error
-
-
-def _joined(parts: list[np.ndarray], kind: type[np.generic]) -> np.ndarray:
-    return np.concatenate([*parts, np.empty(0, kind)]).astype(kind)
 
 
 def _rows(tensors: dict[str, np.ndarray]) -> list[Row]:

@@ -1,22 +1,13 @@
-"""The trainer's metrics at `/metrics`, and a step's line of `metrics.jsonl`."""
+"""The trainer's metrics at `/metrics`."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from any_agent import stats_tracker
-from any_agent.launcher.training_progress import records_in
 from any_agent.runtime.disk_space import DiskSpace
 from any_agent.runtime.metrics import Exposition, Metric, Reading
-from trainer.batch import TrainingBatch
-from trainer.batch_source import BatchSource
-from trainer.policy import StepResult
-
-_MAX_NAMES = 16  # named rewards in a step's line
 
 STEP = Metric("any_agent_train_step", "gauge", "Train steps made in this trial.")
 VERSION = Metric(
@@ -297,67 +288,3 @@ class TrainerMetrics:
                 yield EVAL_REWARD, found["reward"]
             if found["ci95"] is not None:
                 yield EVAL_CI95, dict(zip((("low",), ("high",)), found["ci95"], strict=True))
-
-
-def last_reported(path: Path) -> int:
-    """Return the step of the last complete line of `metrics.jsonl`; 0 without one."""
-    return next((int(line["step"]) for line in reversed(records_in(path)) if "step" in line), 0)
-
-
-def step_line(
-    step: int,
-    version: int,
-    batch: TrainingBatch,
-    result: StepResult,
-    source: BatchSource,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """Return a step's line as plain data; it takes the statistics that workflows have recorded, and
-    the scores of all sessions since the step before (`all`)."""
-    now, every = source.capacity, source.zero_variance.scores.take()
-    return {
-        "time": time.time(),
-        "step": step,
-        "version": version,
-        "reward": sum(batch.scores) / max(1, len(batch.scores)),
-        "all": every,
-        "rewards": named_means(batch.named),
-        "sessions": len(batch.trained),
-        "left_out": dict(Counter(batch.rejected.values())),
-        "rejected": dict(source.rejected),
-        "interactions": len(batch.rows),
-        "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
-        "staleness_max": max(batch.ages, default=0),
-        "staleness": {
-            str(age): count / len(batch.ages) for age, count in sorted(Counter(batch.ages).items())
-        },
-        "lengths": {
-            name: {"mean": sum(values) / max(1, len(values)), "max": max(values, default=0)}
-            for name, values in (
-                ("prompt", batch.prompts),
-                ("output", batch.outputs),
-                ("turns", batch.turns),
-            )
-        },
-        "cut": sum(batch.cut) / len(batch.cut) if batch.cut else None,
-        "grad_norm": result.grad_norm,
-        "learning_rate": result.learning_rate,
-        "updates": result.updates,
-        **result.stats.means(),
-        "seconds": {phase: round(seconds.get(phase, 0.0), 4) for phase in PHASES},
-        "capacity": now.model_dump() if now else None,
-        "epoch": source.epoch,
-        "stats": without_counts(stats_tracker.export_all()),
-    }
-
-
-def named_means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each named reward, of the names that most sessions have: agents choose
-    them, and each step keeps them."""
-    common = sorted(values, key=lambda name: (-len(values[name]), name))[:_MAX_NAMES]
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(common)}
-
-
-def without_counts(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return statistics without the numbers of values behind them."""
-    return {name: value for name, value in stats.items() if not name.endswith("__count")}

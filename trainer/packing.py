@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -66,7 +66,11 @@ def balanced_tries(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     prefix; so rows of which each continues the one before it never are, and a part may get none.
     Those without a loss are left out.
     """
-    ordered = _by_tokens(row for row in rows if is_trained(row))
+    # Those with a common prefix are neighbours.
+    ordered = sorted(
+        (row for row in rows if is_trained(row)),
+        key=lambda row: (row["input_ids"].numpy().astype(">u4").tobytes(), tie(row)),
+    )
     runs = _Runs([row["input_ids"].numpy() for row in ordered])
     units, tried = [(0, len(ordered))], []
     for limit in (runs.weight(0, len(ordered)) / parts / k for k in (1, 2, 4, 8)):
@@ -79,13 +83,6 @@ def balanced_tries(rows: Sequence[Row], parts: int) -> list[list[Row]]:
             break
     _, best = min(tried, key=lambda one: one[0])
     return [[row for start, end in share for row in ordered[start:end]] for share in best]
-
-
-def _by_tokens(rows: Iterator[Row]) -> list[Row]:
-    """Return rows in the order of their tokens: those with a common prefix are neighbours."""
-    return sorted(
-        rows, key=lambda row: (row["input_ids"].numpy().astype(">u4").tobytes(), tie(row))
-    )
 
 
 class _Runs:
@@ -167,25 +164,16 @@ class Items:
 
     def to(self, device: torch.device) -> Items:
         """Return the items on a device."""
-        return Items(
-            self.sources.to(device),
-            self.labels.to(device),
-            self.sequences.to(device),
-            self.positions.to(device),
-            self.temperatures.to(device),
-            {name: tensor.to(device) for name, tensor in self.inputs.items()},
-        )
+        return self._each(lambda tensor: tensor.to(device))
 
     def at(self, places: Tensor, sources: Tensor) -> Items:
         """Return some of the items, predicted from the ``sources``."""
-        return Items(
-            sources,
-            self.labels[places],
-            self.sequences[places],
-            self.positions[places],
-            self.temperatures[places],
-            {name: tensor[places] for name, tensor in self.inputs.items()},
-        )
+        return replace(self._each(lambda tensor: tensor[places]), sources=sources)
+
+    def _each(self, work: Callable[[Tensor], Tensor]) -> Items:
+        every = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
+        inputs = {name: work(tensor) for name, tensor in self.inputs.items()}
+        return Items(**{name: work(tensor) for name, tensor in every.items()}, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +207,13 @@ class Pass:
 
 def padded_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
     """Return the passes over padded rows, as :func:`micro_batches` divides them."""
-    return [_padded_pass(rows, part) for part in micro_batches(rows, token_budget)]
-
-
-def _padded_pass(rows: Sequence[Row], numbers: Sequence[int]) -> Pass:
-    ids = pad_sequence([rows[k]["input_ids"] for k in numbers], batch_first=True)
-    items = _items(rows, numbers, ids.shape[1])
-    return Pass(ids.long(), items, row_tokens=sum(len(rows[k]["input_ids"]) for k in numbers))
+    out = []
+    for numbers in micro_batches(rows, token_budget):
+        given = [rows[k]["input_ids"] for k in numbers]
+        ids = pad_sequence(given, batch_first=True)
+        items = _items(rows, numbers, ids.shape[1])
+        out.append(Pass(ids.long(), items, row_tokens=sum(map(len, given))))
+    return out
 
 
 def idle_pass() -> Pass:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from any_agent.errors import StartupError
-from trainer.layer_probe import use_compiled_layers
-from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs, try_fused
-from trainer.model import context_of
+from trainer.logprobs import hidden_of, logprobs_of, try_fused
+from trainer.model import PolicyConfig, context_of
+from trainer.model_probes import ModelProbe
 from trainer.packing import (
     Items,
     Pass,
@@ -28,10 +28,9 @@ from trainer.packing import (
     tree_passes,
     tree_shape,
 )
-from trainer.pass_size import CPU_TOKENS
-from trainer.rows import Row, count_trained, foreign_id, is_trained
+from trainer.pass_size import pass_tokens
+from trainer.rows import Row, count_trained, is_trained, misfit
 from trainer.tree_attention import TreePass
-from trainer.tree_probe import neighbours_reason, use_tree_attention
 from trainer.world import UnshardedModel, World, everywhere
 
 log = logging.getLogger(__name__)
@@ -62,54 +61,49 @@ class PassRunner:
     """Plans the passes over rows, and runs them on one model.
 
     In a ``world`` the model's weights are divided among processes, which gather them for each pass.
-    ``head_chunk``, ``packing``, ``dtype`` and ``compile`` are those of
-    :class:`trainer.model.PolicyConfig`.
-    ``pass_tokens`` are the tokens of a pass where a caller sets none. Raises StartupError for a
-    model that changes its logits after the output head, or whose layers cannot be compiled.
+    ``tokens`` are those of a pass where a caller sets none; None: what suits the device. Raises
+    StartupError for a model that changes its logits after the output head, or whose layers cannot
+    be compiled.
     """
 
     def __init__(
         self,
         whole: UnshardedModel,
         device: torch.device,
-        *,
+        config: PolicyConfig,
         world: World | None,
-        packing: Literal["tree", "rows"],
-        head_chunk: int | None,
-        dtype: torch.dtype | None,
-        compile: bool = False,
-        pass_tokens: int = CPU_TOKENS[0],
+        tokens: int | None = None,
     ) -> None:
         self._whole: Any = whole
         self._model: Any = whole.model
         self._device = device
         self._world = world
-        self.pass_tokens = pass_tokens
-        self.head_chunk = head_chunk or self._suitable_chunk()
-        computed_in = dtype or next(self._model.parameters()).dtype
-        self.packing: Packing = packing
+        self.pass_tokens = tokens or pass_tokens(self._model, device, config)
+        self.head_chunk = config.head_chunk or self._suitable_chunk()
+        computed_in = config.dtype or next(self._model.parameters()).dtype
+        self.packing: Packing = config.packing
         """How rows are computed, here: `rows` also for a model that cannot share prefixes, `alone`
         for one whose rows may not even be in one batch."""
-        probe = self._model, self.within, computed_in, device
-        if reason := neighbours_reason(*probe):
+        probe = ModelProbe(self._model, self.within, computed_in, device)
+        if reason := probe.neighbours_reason():
             self.packing = "alone"
             log.warning("%s: each row is a pass of its own, which costs much more", reason)
-        elif packing == "tree" and (reason := use_tree_attention(*probe)):
+        elif config.packing == "tree" and (reason := probe.use_tree_attention()):
             self.packing = "rows"
             log.warning("%s: every row is computed by itself, which costs more", reason)
         self._require_plain_head()
-        self.fused = compile and self._compile(computed_in)
+        self.fused = config.compile and self._compile(probe, computed_in)
         """The layers, and what follows the head, are compiled."""
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of token ids that the model takes."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
 
     @property
     def context(self) -> int | None:
         """The most tokens of a row, by the model's configuration; None: it does not say."""
         return context_of(self._model)
+
+    def misfit(self, row: Row) -> tuple[str, str] | None:
+        """Return why the model cannot compute a row, as :func:`trainer.rows.misfit`."""
+        vocabulary: int = self._model.get_input_embeddings().weight.shape[0]
+        return misfit(row, vocabulary, self.context)
 
     def plan(
         self,
@@ -132,18 +126,15 @@ class PassRunner:
         shapes = shapes or [[one.parent for one in passes]]
         return in_common(passes, shapes, self._world.rank % len(shapes))
 
-    def _compile(self, dtype: torch.dtype) -> bool:
+    def _compile(self, probe: ModelProbe, dtype: torch.dtype) -> bool:
         """Compile the head's part, then the layers; False, with a warning, if this cannot be."""
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         reason = try_fused(self.head_chunk, vocabulary, dtype, self._device)
         if self._world is not None and not everywhere(reason is None):
             reason = reason or "torch.compile does not work in another process"
         if reason is None:
-            reason = use_compiled_layers(
-                *(self._model, self.within, dtype, self._device),
-                packing="tree" if self.packing == "tree" else "rows",
-                tokens=self.pass_tokens,
-            )
+            packing: Literal["tree", "rows"] = "tree" if self.packing == "tree" else "rows"
+            reason = probe.use_compiled_layers(packing, self.pass_tokens)
         if reason is not None:
             log.warning("%s: nothing is compiled, which is slower on a GPU", reason)
         return reason is None
@@ -175,10 +166,7 @@ class PassRunner:
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
             how = (self.head_chunk, self.fused, entropy_gradient)
-            if hidden is None:
-                logprobs, entropies = self.within(pass_logprobs, work, tree, *how)
-            else:
-                logprobs, entropies = self.within(logprobs_of, hidden, work.items, *how)
+            logprobs, entropies = self.within(logprobs_of, hidden, work, tree, *how)
             return Computed(number, work.items, tree, logprobs, entropies, hidden)
 
         for number, one in enumerate(passes):
@@ -186,7 +174,8 @@ class PassRunner:
                 yield close()
             work, tree, hidden = one.to(self._device), None, None
             if work.depths is not None:
-                past = _past(one, passes, {k: ancestor for k, _, ancestor, _ in opened})
+                above = next((tree for k, _, tree, _ in opened if k == one.parent), None)
+                past = [] if above is None else [*above.past, above]
                 tree = TreePass(work.blocks, int(work.depths.max()), past, number in parents)
             if work.keeps:
                 hidden = self.within(hidden_of, work, tree)
@@ -199,19 +188,16 @@ class PassRunner:
 
         No gradient is kept. In a world all processes must call it together.
         """
-        found = [torch.zeros(0)] * len(passes)
-        with torch.no_grad():
-            for done in self.run(passes):
-                found[done.number] = done.logprobs.cpu()
-        return found
+        return self._without_gradient(passes, "logprobs")
 
     def entropies(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the entropies at each pass's items, as :meth:`logprobs`."""
-        found = [torch.zeros(0)] * len(passes)
+        return self._without_gradient(passes, "entropies")
+
+    def _without_gradient(self, passes: Sequence[Pass], what: str) -> list[Tensor]:
         with torch.no_grad():
-            for done in self.run(passes):
-                found[done.number] = done.entropies.cpu()
-        return found
+            found = {done.number: getattr(done, what).cpu() for done in self.run(passes)}
+        return [found[number] for number in range(len(passes))]
 
     def row_logprobs(self, rows: Sequence[Row], token_budget: int | None = None) -> list[Tensor]:
         """Return the log-probabilities of each row's trained tokens, as :meth:`of_rows`."""
@@ -276,19 +262,10 @@ class PassRunner:
     def _require_fitting(self, rows: Sequence[Row]) -> None:
         """Raise ValueError for rows that cannot be computed, or not together; so a token id or a
         position that the model lacks does not end a GPU's process."""
-        size, context = self.vocabulary, self.context
         require_inputs([row for row in rows if is_trained(row)])
         for k, row in enumerate(rows):
-            if context is not None and len(row["input_ids"]) > context:
-                raise ValueError(
-                    f"row {k} has {len(row['input_ids'])} tokens, above the model's context of "
-                    f"{context}"
-                )
-            if (id := foreign_id(row, size)) is not None:
-                raise ValueError(
-                    f"row {k} has the token id {id}, and the model's are 0 to {size - 1}: the "
-                    "tokenizer is another model's"
-                )
+            if (found := self.misfit(row)) is not None:
+                raise ValueError(f"row {k} {found[1]}")
 
     def _suitable_chunk(self) -> int:
         if self._device.type != "cpu":
@@ -313,16 +290,3 @@ class PassRunner:
 def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
-
-
-def _past(
-    one: Pass, passes: Sequence[Pass], opened: Mapping[int, TreePass | None]
-) -> list[TreePass]:
-    """Return the passes that a pass descends from, the root first."""
-    out = []
-    while one.parent >= 0:
-        ancestor = opened[one.parent]
-        assert ancestor is not None, "idle passes have no descendants"
-        out.append(ancestor)
-        one = passes[one.parent]
-    return out[::-1]

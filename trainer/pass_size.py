@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from trainer.model import PolicyConfig
 from trainer.world import local_part
 
 CPU_TOKENS = (256, 768)
@@ -23,26 +22,19 @@ _TO_COME = 12
 """Bytes of gradient and moments for each trained parameter, in float32, that a step adds."""
 
 
-def pass_tokens(
-    model: Any,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    *,
-    checkpointing: bool,
-    offload: bool,
-) -> int:
+def pass_tokens(model: Any, device: torch.device, config: PolicyConfig) -> int:
     """Return the tokens of a pass of this loaded model, whose optimizer has no state yet.
 
-    ``dtype`` is the type that passes compute in; None: the weights' own. On a CPU the result
-    depends on the model alone.
+    On a CPU the result depends on the model alone.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    number = (dtype or trained[0].dtype).itemsize
-    kept = token_bytes(model.config.get_text_config(), number, checkpointing=checkpointing)
+    number = (config.dtype or trained[0].dtype).itemsize
+    shape, checkpointing = model.config.get_text_config(), config.gradient_checkpointing
+    kept = token_bytes(shape, number, checkpointing=checkpointing)
     if device.type == "cpu":
         return fitting(CPU_ACTIVATIONS / kept, *CPU_TOKENS)
     free, _ = torch.cuda.mem_get_info(device)
-    state = 0 if offload else _TO_COME * _count(trained)
+    state = 0 if config.offload else _TO_COME * sum(local_part(p).numel() for p in trained)
     return fitting(GPU_SHARE * (free - state) / kept, *GPU_TOKENS)
 
 
@@ -53,10 +45,6 @@ def fitting(tokens: float, least: int, most: int) -> int:
     """
     steps = [k << shift for shift in range(most.bit_length()) for k in (2, 3)]
     return max((n for n in steps if least <= n <= min(tokens, most)), default=least)
-
-
-def _count(parameters: Iterable[Tensor]) -> int:
-    return sum(local_part(p).numel() for p in parameters)
 
 
 def token_bytes(config: Any, number: int, *, checkpointing: bool) -> float:

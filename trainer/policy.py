@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.command_channel import Leader
-from trainer.lora import BaseWeights, merged, switched_off
+from trainer.lora import BaseWeights, merged
 from trainer.loss import (
     LOSSES,
     LossConfig,
@@ -27,7 +27,6 @@ from trainer.loss import (
 from trainer.model import PolicyConfig, loaded, prepared, world_for
 from trainer.packing import Pass, Shape
 from trainer.pass_runner import Computed, PassRunner
-from trainer.pass_size import pass_tokens
 from trainer.rows import Row, count_trained, with_values
 from trainer.step_clock import StepClock
 from trainer.updates import (
@@ -104,20 +103,7 @@ class Policy:
         """The seconds of packing, forward and backward passes, and optimizer."""
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
-        self.runner = PassRunner(
-            self.whole,
-            self.device,
-            world=world,
-            packing=self.config.packing,
-            head_chunk=self.config.head_chunk,
-            dtype=self.config.dtype,
-            compile=self.config.compile,
-            pass_tokens=pass_tokens(
-                *(self.model, self.device, self.config.dtype),
-                checkpointing=self.config.gradient_checkpointing,
-                offload=self.config.offload,
-            ),
-        )
+        self.runner = PassRunner(self.whole, self.device, self.config, world)
         """Runs the passes of this model."""
         self.reference: ReferenceLogprobs | None = None
         """Returns what the KL term of the loss compares this model with."""
@@ -167,17 +153,6 @@ class Policy:
         """
         stored = stored_tensors(self.model)
         return merged(self.model, stored, names, lambda t: whole_tensor(t.detach(), self.device))
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """Let this process compute the log-probabilities of the base model, bit for bit.
-
-        Raises ValueError for a policy without an adapter.
-        """
-        if self.config.lora is None:
-            raise ValueError("this policy has no adapter: train.lora is not set")
-        with switched_off(self.model):
-            yield
 
     def train(
         self,

@@ -15,7 +15,7 @@ import torch
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, ConfigError, StaleOwner
-from any_agent.rollout import LeaseExecutor
+from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.checksums import sound
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
 from any_agent.runtime.disk_space import DiskSpace
@@ -116,10 +116,7 @@ class Publisher:
         """Give the weights, as a version never used before, to every rank and the run's folder."""
         new = self._weights(policy, tokenizer, self.versions.reserve(policy.steps))
         self._last = new
-        sync = self._sync_of(policy)
-        sync.prepare(new)
-        with self._updating(new.version):
-            sync.update(self._executor.ranks, new)
+        self._give(new, self._sync_of(policy).update)
         self.bring_joining()
         if not new.folder.is_dir():
             # Engines that restart load the weights from this folder.
@@ -135,9 +132,7 @@ class Publisher:
         if not behind:
             return
         try:
-            sync.prepare(last)
-            with self._updating(last.version):
-                sync.update(self._executor.ranks, last, behind)
+            self._give(last, partial(sync.update, wanted=behind))
         except StaleOwner:
             raise
         except AnyAgentError as error:
@@ -151,9 +146,13 @@ class Publisher:
     def repair(self) -> None:
         """Give the last version again to ranks that sample with another one."""
         if self._last is not None and self._sync is not None:
-            self._sync.prepare(self._last)
-            with self._updating(self._last.version):
-                self._sync.repair(self._executor.ranks, self._last)
+            self._give(self._last, self._sync.repair)
+
+    def _give(self, new: NewWeights, bring: Callable[[RankClients, NewWeights], None]) -> None:
+        assert self._sync is not None
+        self._sync.prepare(new)
+        with self._updating(new.version):
+            bring(self._executor.ranks, new)
 
     def close(self) -> None:
         """Release the resources shared with the engines; the executor may have ended."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from any_agent.errors import ConfigError
+from trainer.lora import switched_off
 from trainer.model import loaded
 from trainer.packing import Pass
 from trainer.pass_runner import PassRunner
@@ -40,11 +41,6 @@ def require_alike(path: str, policy: Policy) -> None:
             )
 
 
-def is_base(path: str, policy: Policy) -> bool:
-    """Return True if a path is that of the model that the policy's adapter is trained on."""
-    return policy.base is not None and policy.base.is_at(path)
-
-
 def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> ReferenceLogprobs:
     """Load a model beside the policy, divided as that is, and return its log-probabilities.
 
@@ -54,28 +50,26 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
     """
     if base:
         return partial(_without_adapter, policy)
-    config = replace(policy.config, gradient_checkpointing=False, lora=None)
+    ours = policy.runner
+    config = replace(
+        policy.config,
+        packing="tree" if ours.packing == "tree" else "rows",
+        compile=ours.fused,
+        gradient_checkpointing=False,
+        lora=None,
+    )
     try:
         whole = loaded(path, config, policy.world, frozen=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"train.reference_model={path} cannot be loaded: {error}") from error
-    runner = PassRunner(
-        whole,
-        policy.device,
-        world=policy.world,
-        packing="tree" if policy.runner.packing == "tree" else "rows",
-        head_chunk=config.head_chunk,
-        dtype=config.dtype,
-        compile=policy.runner.fused,
-        pass_tokens=policy.runner.pass_tokens,
-    )
+    runner = PassRunner(whole, policy.device, config, policy.world, ours.pass_tokens)
     # It computes the policy's passes.
-    policy.runner.compute_like(runner)
+    ours.compute_like(runner)
     return runner.logprobs
 
 
 def _without_adapter(policy: Policy, passes: Sequence[Pass]) -> list[Tensor]:
-    with policy.without_adapter():
+    with switched_off(policy.model):
         return policy.runner.logprobs(passes)
 
 

@@ -71,7 +71,7 @@ def count_trained(rows: Sequence[Row]) -> int:
     return sum(int(row["loss_mask"].sum()) for row in rows)
 
 
-def with_training_signal(row: Row, *, advantage: float, temperature: float) -> Row:
+def with_training_signal(row: Row, *, advantage: float = 0.0, temperature: float) -> Row:
     """Return the row with its advantage and temperature, which the loss needs."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: greedy tokens have no behaviour probability")
@@ -79,6 +79,19 @@ def with_training_signal(row: Row, *, advantage: float, temperature: float) -> R
         "advantages": torch.tensor(advantage, dtype=torch.float32),
         "temperatures": torch.tensor(temperature, dtype=torch.float32),
     }
+
+
+def written_row(ids: Sequence[int], mask: Sequence[int], *, advantage: float) -> Row:
+    """Return a row that no engine sampled, with these token ids and this ``loss_mask``."""
+    row = {
+        "input_ids": torch.tensor(ids, dtype=torch.int32),
+        "loss_mask": torch.tensor(mask, dtype=torch.int32),
+        "logprobs": torch.zeros(len(ids)),
+        "versions": torch.tensor(mask, dtype=torch.int32) - 1,
+        "attention_mask": torch.ones(len(ids), dtype=torch.bool),
+        "rewards": torch.tensor(0.0),
+    }
+    return with_training_signal(row, advantage=advantage, temperature=1.0)
 
 
 def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:
@@ -103,12 +116,21 @@ def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: 
     return row | {"loss_mask": mask.masked_fill(stale, 0)}
 
 
-def foreign_id(row: Row, vocabulary: int) -> int | None:
-    """Return a token id that a model with so many does not have; None without any."""
-    least, most = (int(bound) for bound in row["input_ids"].aminmax())
-    if least < 0:
-        return least
-    return most if most >= vocabulary else None
+def misfit(row: Row, vocabulary: int, context: int | None) -> tuple[str, str] | None:
+    """Return why a model with so many token ids and positions cannot compute a row, and its words.
+
+    `too_long`, or `unusable` for a token id that it lacks; None: it can.
+    """
+    ids = row["input_ids"]
+    if context is not None and len(ids) > context:
+        return "too_long", f"has {len(ids)} tokens, above the model's context of {context}"
+    for id in map(int, ids.aminmax()):
+        if not 0 <= id < vocabulary:
+            return "unusable", (
+                f"has the token id {id}, and the model's are 0 to {vocabulary - 1}: its engine, or "
+                "its tokenizer, is another model's"
+            )
+    return None
 
 
 def mark_fresh(row: Row, *, step_of_version: Mapping[int, int], step: int) -> Row:

@@ -12,6 +12,7 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.disk_space import DiskSpace
+from trainer.adapter_files import record, require_same_model, require_same_settings
 from trainer.checkpoint import (
     checkpoint_bytes,
     complete_checkpoints,
@@ -21,7 +22,6 @@ from trainer.checkpoint import (
 from trainer.command_channel import Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.lora import BaseWeights
-from trainer.origin import origin_of
 from trainer.parallel.trainer_group import drop_reference, load_policy, load_reference
 from trainer.policy import Policy
 from trainer.weight_folders import tokenizer_of
@@ -47,7 +47,8 @@ class RunCheckpoints:
         self._saved_reference: dict[str, Any] | None = None
         """The same of the checkpoint's last steps that had one."""
         self.origin: dict[str, Any] | None = None
-        """The result of :func:`trainer.origin.origin_of`; None for a checkpoint's policy."""
+        """The seed, weights and adapter that training began with, as JSON; None where it began with
+        a checkpoint."""
         self.dataset: Mapping[str, Any] | None = None
         """The batches' source as the latest checkpoint has it."""
 
@@ -64,11 +65,30 @@ class RunCheckpoints:
         )
         self.tokenizer = latest or tokenizer_of(model)
         if latest is None:
-            self.origin = origin_of(policy, model, c.seed)
+            weights = asdict(policy.base or BaseWeights.of(model))
+            self.origin = {"seed": c.seed, "weights": weights, "adapter": record(policy)}
             return policy, None
         self.step = policy.steps
         self._saved_reference = state.get("reference")
         return policy, state
+
+    def require_same_origin(
+        self, where: str, saved: Mapping[str, Any] | None, policy: Policy
+    ) -> None:
+        """Raise ConfigError unless a step, whose record is ``saved``, can be repeated from here."""
+        now = self.origin
+        if saved is None or now is None:
+            return
+        require_same_settings(where, saved["adapter"], policy.config.lora)
+        if saved["adapter"] is not None:
+            require_same_model(where, saved["adapter"], policy)
+        weights = BaseWeights(**now["weights"])
+        weights.require_same(saved["weights"], f"{where} was trained from")
+        if saved["seed"] != now["seed"]:
+            raise ConfigError(
+                f"{where} was trained with train.seed={saved['seed']}, and train.seed="
+                f"{now['seed']}: set train.seed={saved['seed']}, or choose another --trial"
+            )
 
     def load_reference(
         self, policy: Policy, name: str, recorded: Mapping[str, Any] | None = None
@@ -85,13 +105,9 @@ class RunCheckpoints:
             self.reference = {"name": name, **asdict(self._weights(policy, name))}
         weights = BaseWeights(self.reference["path"], self.reference["crc32"])
         for saved in filter(None, (recorded, self._saved_reference)):
-            same = saved["name"] == name or saved["path"] == weights.path
-            if same and (wrong := weights.differing(saved)):
-                raise ConfigError(
-                    f"train.reference_model={name} has other weights ({weights.path}) than the "
-                    f"trial's last steps had ({saved['path']}): {', '.join(wrong)} differ; restore "
-                    "them, or choose another --trial"
-                )
+            if saved["name"] == name or saved["path"] == weights.path:
+                what = f"train.reference_model={name}: the trial's last steps had"
+                weights.require_same(saved, what)
 
     def _weights(self, policy: Policy, model: str) -> BaseWeights:
         """Return a model's weights; those that the run began with are not read again."""

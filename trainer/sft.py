@@ -18,21 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.cli.sft import add_sft_arguments
-from any_agent.config import Config, load_config
+from any_agent.config import Config, TrainConfig, load_config
 from any_agent.data.json_lines import read_json_lines
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
-from any_agent.runtime.command_line import guarded, overrides_of, parse
+from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse
 from trainer.adapter_files import FOLDER, save_adapter
 from trainer.from_config import learning_rate, policy_config, require_warm_up, seed_all
 from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
 from trainer.policy import Policy
-from trainer.rows import Row, count_trained, with_training_signal
+from trainer.rows import Row, count_trained, written_row
 from trainer.updates import StepConfig
 from trainer.weight_folders import save_pretrained, tokenizer_of
 
@@ -124,14 +123,18 @@ def _token_row(item: Mapping[str, Any], vocab_size: int) -> Row:
         raise DatasetError(f"input_ids must be whole numbers from 0 to {vocab_size - 1}")
     if any(m not in (0, 1) for m in mask) or not any(mask[1:]) or mask[0]:
         raise DatasetError("loss_mask must be 1 on some tokens, 0 on the first and on all others")
-    return _row(ids, mask)
+    return written_row(ids, mask, advantage=1.0)
 
 
 def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
     """Yield a row for each assistant message, which continues the one before as calls would."""
     if not isinstance(messages, list):
         raise DatasetError("messages is not a list")
-    answers = [k for k, m in enumerate(messages) if k and _is_answer(m)]
+    answers = [
+        k
+        for k, message in enumerate(messages)
+        if k and isinstance(message, dict) and message.get("role") == "assistant"
+    ]
     if not answers:
         raise DatasetError("messages have no assistant message after another message")
     trained = _trained(messages, answers)
@@ -154,11 +157,8 @@ def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
         prompt = rendered if more is None else [*prompt, *output, *more]
         output = chat.answer_ids(messages[: k + 1], tools, rendered)
         if k in trained:
-            yield _row([*prompt, *output], [0] * len(prompt) + [1] * len(output))
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
+            mask = [0] * len(prompt) + [1] * len(output)
+            yield written_row([*prompt, *output], mask, advantage=1.0)
 
 
 def _trained(messages: Sequence[Any], answers: Sequence[int]) -> list[int]:
@@ -182,18 +182,6 @@ def _trained(messages: Sequence[Any], answers: Sequence[int]) -> list[int]:
                 "be trained on"
             )
     return trained
-
-
-def _row(ids: Sequence[int], mask: Sequence[int]) -> Row:
-    row = {
-        "input_ids": torch.tensor(ids, dtype=torch.int32),
-        "loss_mask": torch.tensor(mask, dtype=torch.int32),
-        "logprobs": torch.zeros(len(ids), dtype=torch.float32),
-        "versions": torch.tensor(mask, dtype=torch.int32) - 1,
-        "attention_mask": torch.ones(len(ids), dtype=torch.bool),
-        "rewards": torch.tensor(0.0),
-    }
-    return with_training_signal(row, advantage=1.0, temperature=1.0)
 
 
 def chosen(
@@ -254,25 +242,32 @@ def run(arguments: argparse.Namespace) -> int:
         raise DatasetError("no line is left to train on")
     print(
         f"data      {len(trained)} examples, "
-        f"{sum(count_trained(e.rows) for e in trained)} tokens trained on, {held} held out"
+        f"{count_trained(_rows(trained))} tokens trained on, {held} held out"
     )
     steps = arguments.epochs * -(-len(trained) // arguments.batch)
     require_warm_up(config.train, steps)
-    tuning = _Tuning(policy, config, arguments.batch, steps)
-    before = tuning.loss_of(held_out)
+    budget, unseen = config.train.micro_batch_tokens, _rows(held_out)
+    before = _loss_of(policy, unseen, budget) if unseen else None
     for epoch in range(1, arguments.epochs + 1):
-        tuning.epoch(epoch, trained)
+        starts = range(0, len(trained), arguments.batch)
+        parts = [_rows(trained[start : start + arguments.batch]) for start in starts]
+        _epoch(policy, config.train, f"epoch {epoch}", parts, steps)
         with atomic_folder(out, replace=True) as folder:
             save_pretrained(policy, tokenizer, folder)
             if policy.config.lora is not None:
                 save_adapter(policy, folder / FOLDER)
         order.shuffle(trained)
     if before is not None:
-        print(f"held out  {before:.4f} nats a token before, {tuning.loss_of(held_out):.4f} after")
+        after = _loss_of(policy, unseen, budget)
+        print(f"held out  {before:.4f} nats a token before, {after:.4f} after")
     if policy.config.lora is not None:
         print(f"adapter   {out / FOLDER}")
     print(f"model     {out}")
     return 0
+
+
+def _rows(examples: Sequence[Example]) -> list[Row]:
+    return [row for example in examples for row in example.rows]
 
 
 def _config(arguments: argparse.Namespace) -> Config:
@@ -304,40 +299,29 @@ def _short_enough(examples: Sequence[Example], most: int | None) -> list[Example
     return kept
 
 
-class _Tuning:
-    """The optimizer steps of a run."""
+def _epoch(
+    policy: Policy, config: TrainConfig, name: str, parts: Sequence[Sequence[Row]], steps: int
+) -> None:
+    """Make an optimizer step on each of these parts; ``steps`` is the number of the run's."""
+    for rows in parts:
+        settings = StepConfig(lr=learning_rate(config, policy.steps + 1, steps))
+        result = policy.train(rows, config.micro_batch_tokens, LossConfig("sft"), settings)
+        print(
+            f"step {policy.steps:<4} {name}, {len(rows)} rows, "
+            f"{result.stats.tokens} tokens, loss {result.stats.loss:.4f}, "
+            f"gradient {result.grad_norm:.3g}, rate {result.learning_rate:.3g}",
+            flush=True,
+        )
 
-    def __init__(self, policy: Policy, config: Config, batch: int, steps: int) -> None:
-        self._policy = policy
-        self._config = config.train
-        self._budget = config.train.micro_batch_tokens
-        self._batch = batch
-        self._steps = steps
 
-    def epoch(self, number: int, examples: Sequence[Example]) -> None:
-        for start in range(0, len(examples), self._batch):
-            rows = [row for e in examples[start : start + self._batch] for row in e.rows]
-            rate = learning_rate(self._config, self._policy.steps + 1, self._steps)
-            settings = StepConfig(lr=rate)
-            result = self._policy.train(rows, self._budget, LossConfig("sft"), settings)
-            print(
-                f"step {self._policy.steps:<4} epoch {number}, {len(rows)} rows, "
-                f"{result.stats.tokens} tokens, loss {result.stats.loss:.4f}, "
-                f"gradient {result.grad_norm:.3g}, rate {result.learning_rate:.3g}",
-                flush=True,
-            )
-
-    def loss_of(self, examples: Sequence[Example]) -> float | None:
-        """Return the mean negative log-likelihood of a trained token; None without examples."""
-        rows = [row for e in examples for row in e.rows]
-        if not rows:
-            return None
-        sums = [float(one.sum()) for one in self._policy.runner.row_logprobs(rows, self._budget)]
-        return -sum(sums) / count_trained(rows)
+def _loss_of(policy: Policy, rows: Sequence[Row], budget: int | None) -> float:
+    """Return the mean negative log-likelihood of a trained token."""
+    sums = [float(one.sum()) for one in policy.runner.row_logprobs(rows, budget)]
+    return -sum(sums) / count_trained(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="any-agent sft")
+    parser = CommandParser(prog="any-agent sft")
     add_sft_arguments(parser)
     arguments = parse(parser, argv)
     return guarded(lambda: run(arguments))

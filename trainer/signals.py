@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
+
+from any_agent.runtime.signals import handle_signals
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -24,14 +26,10 @@ class StopRequested(SystemExit):
 
 
 class StopSignals:
-    """Handles the two signals between :meth:`install` and :meth:`restore`.
-
-    Outside the main thread, where no signal arrives, it does nothing.
-    """
+    """The handler of the two signals."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._before: dict[int, signal.Handlers | Callable[..., object] | int | None] = {}
         self.stop: Callable[[], None] | None = None
         """Ends training after the current step; None while there is nothing to save."""
         self.failure: Callable[[], BaseException | None] = lambda: None
@@ -39,23 +37,20 @@ class StopSignals:
         self.received: int | None = None
         """The first signal."""
 
+    def handled(self) -> AbstractContextManager[None]:
+        """Handle both signals inside the block; outside the main thread, where no signal arrives,
+        nothing changes."""
+        return handle_signals(self._handle, *_NUMBERS)
+
     @property
     def installed(self) -> bool:
-        return bool(self._before)
-
-    def install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _NUMBERS}
-
-    def restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before = {}
+        return signal.getsignal(signal.SIGINT) == self._handle
 
     def ignore(self) -> None:
-        """Ignore both signals, so that neither interrupts the service's end."""
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
+        """Ignore both signals to the end of the block, so that neither interrupts the service's."""
+        if self.installed:
+            for number in _NUMBERS:
+                signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         failure = self.failure()

@@ -77,8 +77,7 @@ class StepMaker:
             step_of_version=taken.versions,
             temperature=self._config.sampling.temperature,
             reference=partial(reference_logprobs, policy, token_budget=c.micro_batch_tokens),
-            vocabulary=policy.runner.vocabulary,
-            context=policy.runner.context,
+            misfit=policy.runner.misfit,
         )
 
     def optimize(self, policy: Policy, batch: TrainingBatch, taken: Manifest) -> StepResult | None:

@@ -13,7 +13,8 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -222,29 +223,31 @@ class Trackers:
         self._dir = run_dir
         self._feeds: list[_Feed] = []
 
-    def start(self) -> None:
-        if not self._config.tracking.to:
-            return
-        run = _tracked_run(self._config, self._dir)
-        self._feeds = [
-            _Feed(name, self._dir.metrics, run) for name in dict.fromkeys(self._config.tracking.to)
-        ]
+    @contextmanager
+    def following(self, hurry: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Let the trackers follow inside the block, and send what is left at its end.
+
+        What takes longer than the timeout, a shorter one in a ``hurry``, the next start sends.
+        """
+        if names := dict.fromkeys(self._config.tracking.to):
+            run = _tracked_run(self._config, self._dir)
+            self._feeds = [_Feed(name, self._dir.metrics, run) for name in names]
+        try:
+            yield
+        finally:
+            for feed in self._feeds:
+                feed.over = True
+            self.wake()
+            deadline = time.monotonic() + (_HURRIED_TIMEOUT if hurry() else CLOSE_TIMEOUT)
+            for feed in self._feeds:
+                feed.thread.join(max(0.0, deadline - time.monotonic()))
+                if feed.thread.is_alive():
+                    log.warning("%s has not got all lines; the next start sends them", feed.name)
 
     def wake(self) -> None:
         """Tell the trackers of new lines."""
         for feed in self._feeds:
             feed.news.set()
-
-    def close(self, hurry: bool = False) -> None:
-        """Send what is left; what takes longer than the timeout is sent by the next start."""
-        for feed in self._feeds:
-            feed.over = True
-            feed.news.set()
-        deadline = time.monotonic() + (_HURRIED_TIMEOUT if hurry else CLOSE_TIMEOUT)
-        for feed in self._feeds:
-            feed.thread.join(max(0.0, deadline - time.monotonic()))
-            if feed.thread.is_alive():
-                log.warning("%s has not got all lines; the next start sends them", feed.name)
 
     @property
     def failures(self) -> Mapping[str, int]:

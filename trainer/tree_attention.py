@@ -11,7 +11,6 @@ no key is copied. On a GPU one kernel computes the blocks (:mod:`trainer.flex_tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,15 +36,6 @@ class TreeNotSupported(ValueError):
     """A kind of attention that this function does not compute."""
 
 
-@dataclass(slots=True)
-class Kept:
-    """One layer's keys and values, [1, heads, tokens, size], as a pass computed them."""
-
-    computed: tuple[Tensor, Tensor]
-    leaves: tuple[Tensor, Tensor]
-    """The same numbers, detached, for descendants; they collect the gradients."""
-
-
 class TreePass:
     """One pass, as attention sees it.
 
@@ -67,7 +57,9 @@ class TreePass:
         """The ancestor passes, from the root on."""
         self.keeps = keeps
         """Other passes descend from this one: keep its keys and values."""
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Each layer's keys and values, [1, heads, tokens, size], as the pass computed them; and
+        the same numbers, detached, for descendants, where the gradients are collected."""
         self.layers: set[int] = set()
         """The layers that computed their attention by this."""
         self.mask: TreeMask | None = None
@@ -75,13 +67,9 @@ class TreePass:
 
     def collected(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the keys and values that descendants used, and the gradients for them."""
-        pairs = [
-            (tensor, leaf.grad)
-            for kept in self.kept.values()
-            for tensor, leaf in zip(kept.computed, kept.leaves, strict=True)
-            if leaf.grad is not None
-        ]
-        return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
+        kept = [both for of_layer in self.kept.values() for both in of_layer]
+        used = [(tensor, leaf.grad) for tensor, leaf in kept if leaf.grad is not None]
+        return [tensor for tensor, _ in used], [grad for _, grad in used]
 
 
 def tree_attention(
@@ -126,7 +114,7 @@ def tree_attention(
             f"{sliding_window}: set train.packing=rows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    past = [tensor for one in tree.past for tensor in one.kept[module.layer_idx].leaves]
+    past = [leaf for one in tree.past for _, leaf in one.kept[module.layer_idx]]
     if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
             tree.blocks, scale, query, key, value, *past
@@ -140,11 +128,10 @@ def tree_attention(
     tree.layers.add(module.layer_idx)
     if tree.keeps and module.layer_idx not in tree.kept:
         # Either may be frozen, as where an adapter changes only the values.
-        leaves = [
-            one.detach().requires_grad_(one.requires_grad and torch.is_grad_enabled())
+        tree.kept[module.layer_idx] = [
+            (one, one.detach().requires_grad_(one.requires_grad and torch.is_grad_enabled()))
             for one in (key, value)
         ]
-        tree.kept[module.layer_idx] = Kept((key, value), (leaves[0], leaves[1]))
     return out.transpose(1, 2), None
 
 
@@ -159,17 +146,15 @@ def chain_attention(
 
     It uses public functions only, on any device, and copies each node's keys and values.
     """
-    sources = {None: (key, value)} | {
-        level: (past[2 * level], past[2 * level + 1]) for level in range(len(past) // 2)
-    }
     out = []
     for block in (block for block in blocks if block.causal):
         for start in range(block.query, block.query + block.count * block.queries, block.queries):
             end = start + block.queries
             seen = [b for b in blocks if not b.causal and b.query <= start < b.query + b.queries]
             seen.append(Block(start, block.queries, start, block.queries))
+            sources = [(b, _source(b, (key, value), past)) for b in seen]
             keys, values = (
-                torch.cat([sources[b.level][k][:, :, b.key : b.key + b.keys] for b in seen], dim=2)
+                torch.cat([given[k][:, :, b.key : b.key + b.keys] for b, given in sources], dim=2)
                 for k in (0, 1)
             )
             out.append(

@@ -59,24 +59,16 @@ def divide(rows: Sequence[Row], owners: Sequence[tuple[int, str]], count: int) -
     if count == 1:
         return [list(range(len(rows)))]
     units: dict[object, list[int]] = {}
-    for unit_of in (_group, _session):
+    for parts in (1, 2):  # the group alone, then with the session
         units = defaultdict(list)
         for k, owner in enumerate(owners):
-            units[unit_of(owner)].append(k)
+            units[owner[:parts]].append(k)
         if len(units) >= count:
             break
     ordered = sorted(units.values(), key=lambda unit: sorted(_content(rows[k]) for k in unit))
     weights = [count_trained([rows[k] for k in unit]) for unit in ordered]
     shares = dealt(weights, max(min(count, len(ordered)), 1))
     return [sorted(k for unit in share for k in ordered[unit]) for share in shares]
-
-
-def _group(owner: tuple[int, str]) -> int:
-    return owner[0]
-
-
-def _session(owner: tuple[int, str]) -> tuple[int, str]:
-    return owner
 
 
 def _content(row: Row) -> tuple[bytes, bytes, bytes]:

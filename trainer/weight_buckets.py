@@ -50,7 +50,7 @@ def in_buckets(
     names: list[str] = []
     room = nbytes
     for fused in _fused(model, stored):
-        size = sum(stored[n].numel() * _target_dtype(stored[n], dtype).itemsize for n in fused)
+        size = sum(stored[n].numel() * published_dtype(stored[n], dtype).itemsize for n in fused)
         if names and size > room:
             yield _bucket(model, names, gather(names), dtype)
             names, room = [], nbytes
@@ -86,9 +86,10 @@ def _bucket(
 ) -> Bucket:
     from transformers.core_model_loading import revert_weight_conversion
 
-    cast = {n: t.to(_target_dtype(t, dtype)) for n, t in zip(names, tensors, strict=True)}
+    cast = {n: t.to(published_dtype(t, dtype)) for n, t in zip(names, tensors, strict=True)}
     return [(name, t.contiguous()) for name, t in revert_weight_conversion(model, cast).items()]
 
 
-def _target_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type that a stored tensor has in a bucket of ``dtype``."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

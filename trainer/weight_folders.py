@@ -17,7 +17,7 @@ from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.layout import published_versions, weights_folder
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
-from trainer.weight_buckets import stored_tensors
+from trainer.weight_buckets import published_dtype, stored_tensors
 
 _BUCKET = 4 << 30  # bytes of weights that are whole in memory at once, and that one file has
 _TOKENIZER_FILES = (
@@ -54,11 +54,8 @@ def publish_to_disk(
 
 def weights_bytes(policy: Policy, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the weights' tensors in ``dtype``."""
-    sizes = (
-        (p.numel(), dtype if dtype is not None and p.is_floating_point() else p.dtype)
-        for p in stored_tensors(policy.model).values()
-    )
-    return sum(count * kind.itemsize for count, kind in sizes)
+    stored = stored_tensors(policy.model).values()
+    return sum(t.numel() * published_dtype(t, dtype).itemsize for t in stored)
 
 
 def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = None) -> bool:

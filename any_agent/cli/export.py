@@ -7,16 +7,14 @@ program, which replaces this one.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
-import time
 from functools import partial
 
 from any_agent.runtime.command_line import (
-    UNIT_SECONDS,
     add_trial_arguments,
     count,
+    moment,
     number,
     option,
     require_installed,
@@ -94,7 +92,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--since TIME",
         "only sessions opened since this time: 2026-01-31, 2026-01-31T12:00, or an age like 90m, "
         "12h, 7d; a time without a zone is local",
-        type=_moment,
+        type=moment,
     )
     parser.add_argument(
         "--style",
@@ -134,16 +132,3 @@ def _discount(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return value
-
-
-def _moment(text: str) -> float:
-    """Parse a time into seconds since the epoch."""
-    age, unit = text[:-1], text[-1:]
-    if unit in UNIT_SECONDS and age.isascii() and age.isdecimal():
-        return time.time() - int(age) * UNIT_SECONDS[unit]
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time: write it like 2026-01-31T12:00, 90m, 12h or 7d"
-        ) from None

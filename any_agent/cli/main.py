@@ -25,7 +25,7 @@ from any_agent.cli import (
     sft,
     status,
 )
-from any_agent.runtime.command_line import WORDS, add_commands, guarded, parse
+from any_agent.runtime.command_line import WORDS, CommandParser, add_commands, guarded, parse
 
 _COMMANDS = (
     *(demo, model, serve, run, doctor, status, sessions, replay, eval, export, sft),
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="any-agent",
         description="Makes any OpenAI-compatible agent trainable by reinforcement learning.",
         epilog="Something does not work? docs/how-to/troubleshoot.md has symptoms, causes and "

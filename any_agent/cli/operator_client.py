@@ -19,6 +19,7 @@ _URL_FROM = "ANY_AGENT_URL"
 """The only variable that names the service here: an operator's key must not reach what
 OPENAI_BASE_URL names, which may be another provider."""
 _PATIENCE = 2.0
+_TIMEOUT = 15.0  # seconds that one answer may take
 """Seconds of retries while the service does not answer."""
 KEY_HELP = (
     f"Give it with --key, or in the environment variable {', '.join(OPERATOR_KEYS[:-1])} or "
@@ -60,7 +61,8 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
     arguments.url = _url(arguments.url)
 
     async def run() -> int:
-        async with RLClient(arguments.url, admin_key=key, retry_for=_PATIENCE) as client:
+        client = RLClient(arguments.url, admin_key=key, timeout=_TIMEOUT, retry_for=_PATIENCE)
+        async with client:
             return await act(client)
 
     try:

@@ -33,8 +33,8 @@ recorded one: the geometric mean over the tokens.
 Each call keeps its recorded prompt: a new answer has no part in the later ones. It comes from the
 trial's kind of engine if that runs here, else from the embedded one.
 
-Exit codes: 0 compared, 1 failed, 2 wrong input (no such session, version or model), 130
-interrupted.
+Exit codes: 0 compared, 1 failed, or nothing to compare, 2 wrong input (no such session, version or
+model), 130 interrupted.
 """
 
 
@@ -51,7 +51,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("session", metavar="SESSION", help="the session's id")
+    parser.add_argument(
+        "session",
+        nargs="?",
+        metavar="SESSION",
+        help="the session's id (default: the newest one that has ended)",
+    )
     weights = parser.add_mutually_exclusive_group()
     add = partial(option, weights)
     number = count(10**9, least=0)

@@ -22,6 +22,7 @@ from any_agent.runtime.command_line import (
     WORDS,
     add_commands,
     count,
+    moment,
     number,
     option,
     printable,
@@ -83,6 +84,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--every SECONDS", "time between two looks (default 2)", type=seconds, default=2.0)
     follow.set_defaults(action=_tail)
     add = partial(option, shown)
+    add("--reason TEXT", "only sessions whose reason has this text, in any case")
+    since = "only sessions opened since then, like 90m, 12h, 7d or 2026-01-31T12:00"
+    add("--since TIME", since, type=moment)
     limit = count(10**9, least=0)
     add("--limit N", "list at most N sessions (default 50); 0: all", type=limit, default=50)
     shown.set_defaults(action=_list)
@@ -122,6 +126,8 @@ async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
         "task_id": arguments.task,
         "group_id": arguments.group,
         "tenant": arguments.tenant,
+        "reason": arguments.reason,
+        "created_after": arguments.since,
         "limit": min(arguments.limit or 1000, 1000),
     }
     _check(ListSessions, filters)

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, with_client
 from any_agent.errors import (
-    ConfigError,
     Forbidden,
     NotFound,
     ServiceUnavailable,
@@ -58,6 +58,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     live = sys.stdout.isatty() and not (arguments.once or arguments.json)
+    if live and find_spec("rich") is None:
+        print("note: without rich (pip install rich) it is printed once", file=sys.stderr)
+        live = False
     try:
         if live:
             return _live(arguments)
@@ -87,14 +90,9 @@ def _live(arguments: argparse.Namespace) -> int:
     """Renew the screen until Ctrl-C; return the exit code of the last look."""
     import asyncio
 
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'the live screen needs rich: pip install "any-agent-rl[train]", or print once with '
-            "--once"
-        ) from None
+    from rich.live import Live
+    from rich.text import Text
+
     code, shown = 2, list[Line]()
 
     def drawn() -> Text:
@@ -150,7 +148,7 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         "version": run["version"],
         "step": step.get("step"),
         "reward": step.get("reward"),
-        "of all since": run["since_step"]["reward"],
+        "reward of all since": run["since_step"]["reward"],
         "staleness": step.get("staleness_mean"),
         "calls/s": run["calls_rate"],
         "tokens/s": run["tokens_rate"],
@@ -166,12 +164,8 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         yield "", "sessions  none yet: agents open them with start_session"
     if run["why"]:
         yield "", f"waits     {_said(run['why'])}"
-    slots = run["slots"]
-    yield (
-        "",
-        f"slots     {slots['waiting']} opens wait for one; of {slots['limit']} allowed so far, "
-        f"{slots['admitted']} are taken, {slots['reserved']} kept for groups",
-    )
+    if slots := _slots(run):
+        yield "", f"slots     {slots}"
     for group in run["groups"]:
         yield (
             "",
@@ -179,6 +173,21 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
             f"members, closes in {_span(group['closes_in'])}",
         )
     yield from _phases(run["phases"])
+
+
+def _slots(run: dict[str, Any]) -> str:
+    """Describe the slots of train sessions; "" where nothing trains, or no more."""
+    state = next((part["state"] for part in run["parts"] if part["name"] == "trainer"), "done")
+    slots = run["slots"]
+    if state == "done" and not slots["waiting"]:
+        return ""
+    opens = f"{slots['waiting']} opens wait for one"
+    if state == "starting":
+        return f"{opens}; the trainer gives them as soon as it has its model"
+    return (
+        f"{opens}; since the run began {slots['limit']} were given, {slots['admitted']} are taken, "
+        f"{slots['reserved']} kept for groups"
+    )
 
 
 def _parts(run: dict[str, Any], step: dict[str, Any]) -> Iterator[Line]:

@@ -56,6 +56,9 @@ T = TypeVar("T", bound=BaseModel)
 _LOST_OR_UNREACHABLE = (502, 503, 504)
 """Statuses of requests that may have taken effect, or that did not arrive."""
 
+_GATEWAYS = (413, 429, *_LOST_OR_UNREACHABLE)
+"""Statuses of a proxy in front of the service."""
+
 log = logging.getLogger(__name__)
 
 _SILENCE = 2.0
@@ -163,6 +166,7 @@ class RLClient:
 
         ``session_id`` names an earlier session of the same key.
         """
+        reward = _as_reward(reward)
         body = checked(SetReward, reward=reward, completion_id=completion_id, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
@@ -174,6 +178,7 @@ class RLClient:
         session_id: str | None = None,
     ) -> RewardSet:
         """Reward the whole session; the reward can be revised until a trainer leases it."""
+        final_reward = _as_reward(final_reward)
         body = checked(SetReward, final_reward=final_reward, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
@@ -435,21 +440,30 @@ class RLClient:
                 never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 if not (once or repeatable or never_sent) or last:
                     raise errors.ServiceUnavailable(
-                        f"{url} does not answer ({type(error).__name__}); is the service running?"
+                        f"{url} does not answer ({type(error).__name__}); is the service running"
+                        f"{', and is it https' if str(url).startswith('https') else ''}?"
                         if url is not None
                         else self._unknown_address
                     ) from (None if never_sent else error)
                 if never_sent:
                     self._refresh_url()
             await backoff.wait()
-        if response.status_code in (404, 405) and base == "/rl/v1":
+        if response.status_code < 400:
+            return response
+        status = response.status_code
+        foreign = status in (404, 405) or not (status in _GATEWAYS or _has_error(response))
+        if base == "/rl/v1" and foreign:
             # Every any-agent service has this route, so another server has answered.
             _require_our_api(response, url)
-        if response.status_code >= 400:
-            raise errors.from_response(
-                response.status_code, response.content, response.headers.get("retry-after")
+        refusal = errors.from_response(
+            response.status_code, response.content, response.headers.get("retry-after")
+        )
+        if refusal.message.startswith("there is no route "):
+            raise errors.WrongService(
+                f"{url} is not the URL of the service, only begins with it ({refusal.message}): "
+                "name it as http://host:port, with /v1 at most"
             )
-        return response
+        raise refusal
 
 
 def checked(body: type[T], **fields: Any) -> T:
@@ -469,6 +483,15 @@ def checked(body: type[T], **fields: Any) -> T:
         raise errors.InvalidRequest(message, param=where or None) from None
 
 
+def _as_reward(given: Any) -> Any:
+    """Return a reward in which bools are numbers, as in Python; InvalidRequest for None."""
+    if given is None:
+        raise errors.InvalidRequest("the reward is None: give a number, or several by name")
+    if isinstance(given, dict):
+        return {name: float(one) if isinstance(one, bool) else one for name, one in given.items()}
+    return float(given) if isinstance(given, bool) else given
+
+
 def _read(answer: type[T], response: Response, url: str | None) -> T:
     """Parse the response; WrongService if another server has answered."""
     try:
@@ -478,6 +501,14 @@ def _read(answer: type[T], response: Response, url: str | None) -> T:
             f"the server at {url} (status {response.status_code}) is no service of any-agent, or "
             "one of another version: check the URL"
         ) from None
+
+
+def _has_error(response: Response) -> bool:
+    """Return whether a refusal has an error as the service writes it."""
+    try:
+        return isinstance(json.loads(response.content)["error"], dict)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _require_our_api(response: Response, url: str | None) -> None:

@@ -14,6 +14,8 @@ from any_agent.config.base import LocalPath, Section, Texts
 from any_agent.config.model_list import REFERENCE, referenced_secrets, written_secrets
 from any_agent.errors import ConfigError
 
+POLICY = "any-agent/policy"
+"""The `model` of an entry that gives the policy a name among LiteLLM's models."""
 _FALLBACKS = ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks")
 _OURS = {
     "custom_auth": "any-agent judges the keys",
@@ -55,10 +57,32 @@ class LiteLLMConfig(Section):
         return self
 
 
+class _Placed(str):
+    """A text of a file, with its line."""
+
+    line: int
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads texts with their lines."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if type(value) is str:
+            value = _Placed(value)
+            value.line = node.start_mark.line + 1
+        return value
+
+
+def _at(path: str, text: object) -> str:
+    """Return the file, with the line of a text if it was read from there."""
+    return f"{path}:{text.line}" if isinstance(text, _Placed) else path
+
+
 def read_litellm_config(path: str) -> dict[str, Any]:
     """Return the file as data; ConfigError if it cannot be read."""
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data = yaml.load(Path(path).read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"litellm.config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -114,14 +138,17 @@ def check_litellm_config(
     ``policy``: the names of the policy.
     """
     data = read_litellm_config(path)
+    _check_policy_entries(data, path)
     require_other_names(names_in(data), policy, path)
     general = _section(data, "general_settings")
-    if given := next((name for name in _OURS if general.get(name)), None):
-        raise ConfigError(f"{path}: remove general_settings.{given}: {_OURS[given]}")
+    if given := next((name for name in general if name in _OURS and general[name]), None):
+        where = _at(path, given)
+        raise ConfigError(f"{where}: remove general_settings.{given}: {_OURS[given]}")
     own = master_key(data, environ)
     if own is not None and own != admin_key:
+        where = _at(path, next((name for name in general if name == "master_key"), None))
         raise ConfigError(
-            f"{path}: its master key (general_settings.master_key or LITELLM_MASTER_KEY) must be "
+            f"{where}: its master key (general_settings.master_key or LITELLM_MASTER_KEY) must be "
             "the service's admin key: set ANY_AGENT_SERVER__ADMIN_KEY to it"
         )
 
@@ -130,26 +157,59 @@ def require_other_names(names: Iterator[str], policy: frozenset[str], path: str)
     """Raise ConfigError if one of LiteLLM's names is the policy's."""
     if both := next((name for name in names if name in policy), None):
         raise ConfigError(
-            f"{both} is a name of the policy (model.name, model.policy_names) and of a model in "
-            f"{path}: give one of them another name"
+            f"{_at(path, both)}: {both} is a name of the policy (model.name, model.policy_names, "
+            f"an entry with model: {POLICY}) and of a model: give one of them another name"
         )
 
 
-def names_in(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of models, aliases and fallbacks."""
+def policy_names_in(data: Mapping[str, Any]) -> list[str]:
+    """Return the names that entries with `model: any-agent/policy` give the policy."""
+    return [str(entry.get("model_name")) for entry in _entries(data) if _is_policy(entry)]
+
+
+def _check_policy_entries(data: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for an entry of the policy that says more than a name."""
+    for entry in filter(_is_policy, _entries(data)):
+        name, params = entry.get("model_name"), entry["litellm_params"]
+        where = _at(path, params["model"])
+        if not isinstance(name, str) or not name or "*" in name:
+            raise ConfigError(f"{where}: an entry of {POLICY} needs a model_name without *")
+        if more := next((key for key in params if key != "model"), None):
+            raise ConfigError(
+                f"{_at(path, more)}: remove litellm_params.{more} of {name}: the service's own "
+                "settings are the policy's (sampling, litellm.policy_input_cost_per_token, ...)"
+            )
+
+
+def _entries(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     entries = data.get("model_list")
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, Mapping):
-            yield str(entry.get("model_name"))
+    listed = entries if isinstance(entries, list) else []
+    return [entry for entry in listed if isinstance(entry, Mapping)]
+
+
+def _is_policy(entry: Mapping[str, Any]) -> bool:
+    return _section(entry, "litellm_params").get("model") == POLICY
+
+
+def names_in(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of LiteLLM's own models, aliases and fallbacks."""
+    for entry in _entries(data):
+        if not _is_policy(entry):
+            yield _text(entry.get("model_name"))
     router, settings = _section(data, "router_settings"), _section(data, "litellm_settings")
-    yield from map(str, _section(router, "model_group_alias"))
+    yield from map(_text, _section(router, "model_group_alias"))
     for section in (router, settings):
-        yield from map(str, section.get("default_fallbacks") or ())
+        yield from map(_text, section.get("default_fallbacks") or ())
         for kind in _FALLBACKS:
             for each in section.get(kind) or ():
                 if isinstance(each, Mapping):
                     for names in each.values():
                         yield from (n for n in names or () if isinstance(n, str))
+
+
+def _text(value: object) -> str:
+    """Return a name as it was read, with its line; YAML may have taken it for another type."""
+    return value if isinstance(value, str) else str(value)
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, overload
@@ -20,6 +21,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from any_agent.config import foreign_settings as elsewhere
+from any_agent.config.litellm import policy_names_in, read_litellm_config
 from any_agent.config.schema import Config
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import import_by_setting
@@ -124,9 +126,30 @@ def load_config(
         elsewhere.put(data, key, value)
     elsewhere.settle(data, own)
     try:
-        return kind.model_validate(data)
+        config = kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, path, kind)) from None
+    return _with_policy_entries(config)
+
+
+def _with_policy_entries(config: AnyConfig) -> AnyConfig:
+    """Return the settings with the names that LiteLLM's configuration gives the policy.
+
+    Then other names are refused, unless `model.unknown_model` says otherwise. A configuration that
+    cannot be read is refused where the service starts.
+    """
+    names: list[str] = []
+    if config.litellm.config is not None:
+        with suppress(ConfigError):
+            names = policy_names_in(read_litellm_config(config.litellm.config))
+    if not names:
+        return config
+    model = config.model
+    known = tuple(dict.fromkeys([*model.policy_names, *names]))
+    update: dict[str, Any] = {"policy_names": known}
+    if "unknown_model" not in model.model_fields_set:
+        update["unknown_model"] = "reject"
+    return config.model_copy(update={"model": model.model_copy(update=update)})
 
 
 def secret_variables(config: Config) -> dict[str, str]:

@@ -127,10 +127,12 @@ class ModelConfig(Section):
     """The engine's precision. Training keeps float32 masters."""
     policy_names: Texts = ()
     """Further names of the policy in calls, beside `model.name`, with
-    `model.unknown_model=reject`."""
+    `model.unknown_model=reject`. Those of the entries with `model: any-agent/policy` in
+    `litellm.config` are added."""
     unknown_model: Literal["policy", "reject"] = "policy"
     """The answer to a call that names neither the policy nor a frozen model: the policy's, because
-    agents hard-code names; or 404 `model_not_found`."""
+    agents hard-code names; or 404 `model_not_found`, by default where `litellm.config` has an entry
+    of the policy."""
 
 
 class ServerConfig(Section):

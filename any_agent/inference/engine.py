@@ -24,6 +24,7 @@ from any_agent.inference.engine_process import chosen, own_engine
 from any_agent.inference.text_codec import TextChunk, TextCodec, asked_for, words_of
 from any_agent.inference.weights_source import WeightsSource, find_weights_source, require_weights
 from any_agent.rollout import WorkflowExecutor
+from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (
     GenerationChunk,
@@ -70,6 +71,7 @@ class RemoteSGLangEngine:
     """
 
     def __init__(self, config: Config | RolloutConfig | None = None) -> None:
+        one_line_errors(place=True)
         self._given = config if isinstance(config, Config) else None
         own = {"rollout": config} if isinstance(config, RolloutConfig) else {}
         self._settings = self._given or Config().model_copy(update=own)

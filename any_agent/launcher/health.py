@@ -25,6 +25,7 @@ _INTERVAL = 1.0  # seconds from one look to the next; the overview is made anew 
 _TIMEOUT = 4.0
 _MISSED = 2  # looks in a row without an answer that are a change: a router may be restarting
 _PLAIN_INTERVAL = 60.0  # seconds between two lines where nothing is rewritten
+_SETTLED = 5.0  # seconds after an event until the overview has its figures
 _PART = re.compile(r"[Rr]ank[ -]\d+")
 _UNDECIDED = ("open", "awaiting_reward")
 
@@ -186,6 +187,11 @@ class HealthReport:
         self._kind: tuple[str, ...] | None = None
         self._said = ("", 0.0)
         """The last line without a terminal, and when it was said."""
+
+    def renew(self) -> None:
+        """Say the figures again soon: what was said is of before an event, as the last step."""
+        line, _ = self._said
+        self._said = (line, self._clock() - _PLAIN_INTERVAL + _SETTLED)
 
     def update(self, now: Health | None) -> None:
         """Take the latest look: a change of health is said at once, figures only now and then."""

@@ -192,7 +192,14 @@ class Node:
         finally:
             self.stop()
         step = latest_step(self.dir.checkpoints) if self.options.train else None
-        kept = "" if step is None else f"; the same command goes on from step {step}"
+        kept = ""
+        if step is not None:
+            done = step >= self.config.train.steps
+            kept = (
+                f"; {step} steps are done"
+                if done
+                else (f"; the same command goes on from step {step}")
+            )
         say(f"service   stopped{'; unfinished work was cut off' if cut else ''}{kept}")
 
     def _warn_of_cut_trainer(self, say: Callable[[str], None]) -> None:
@@ -233,6 +240,7 @@ class Node:
                     self.options.say(line)
                 if trained and not announced:
                     announced = True
+                    report.renew()
                     self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
                     if not until_trained:
                         self.options.say(
@@ -282,9 +290,14 @@ class Node:
             require_engines(config)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
+        fresh = not self.dir.path.exists()
+        if fresh:
+            # A port that is in use leaves no trial behind.
+            self._claim_address()
         if place.router:
             self._claim_folder(_as_yaml(config))
-        self._claim_address()
+        if not fresh:
+            self._claim_address()
         if place.router:
             options.say(f"run       {self.dir.path}")
             self._warn_if_trained()

@@ -420,6 +420,12 @@ class ListSessions(StrictBody):
     """The least final reward; sessions without one are left out."""
     max_reward: float | None = Field(default=None, allow_inf_nan=False)
     """The greatest final reward; sessions without one are left out."""
+    reason: str | None = Field(default=None, max_length=128)
+    """A part of the reason, in any case: of an end, such as an error, or of a rejection."""
+    created_after: float | None = Field(default=None, allow_inf_nan=False)
+    """The earliest opening, in seconds since 1970."""
+    created_before: float | None = Field(default=None, allow_inf_nan=False)
+    """The time before which they were opened, in seconds since 1970."""
     limit: int = Field(default=100, ge=1, le=1000)
     after: str = Field(default="", max_length=16_384, json_schema_extra={"pattern": _PLACES})
     """The header `x-any-agent-after` of the previous page."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -15,7 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from traceback import format_exception
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.runtime.disk_space import is_disk_full
@@ -47,6 +49,20 @@ SLOW = 2.0
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser, also of its commands, whose errors are one line, with the choice that was meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        known = [str(choice) for choice in action.choices or ()]
+        if known and str(value) not in known:
+            near = get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse like ``parser.parse_args``, but let a list of arguments continue after an option.
 
@@ -59,7 +75,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if options or (rest and name is None):
         chosen = _chosen(parser, arguments)
         said = _about_option(chosen, options[0]) if options else f"unexpected argument {rest[0]!r}"
-        parser.exit(2, f"{chosen.prog}: error: {said} ({chosen.prog} --help)\n")
+        chosen.error(said)
     if name is not None:
         setattr(arguments, name, [*getattr(arguments, name), *rest])
     return arguments
@@ -356,3 +372,16 @@ def positive(text: str, what: str = "number") -> float:
 
 
 seconds = partial(positive, what="number of seconds")
+
+
+def moment(text: str) -> float:
+    """Parse a time, or how long ago it was, into seconds since the epoch."""
+    age, unit = text[:-1], text[-1:]
+    if unit in UNIT_SECONDS and age.isascii() and age.isdecimal():
+        return time.time() - int(age) * UNIT_SECONDS[unit]
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: write it like 2026-01-31T12:00, 90m, 12h or 7d"
+        ) from None

@@ -111,7 +111,7 @@ class Evaluation:
     def describe_versions(self) -> str:
         """Describe which weights answered."""
         if not self.versions:
-            return "version unknown, as nothing was sampled"
+            return "version unknown, as no run has ended well"
         first, last = self.versions[0], self.versions[-1]
         return f"version {first}" if first == last else f"versions {first} to {last}"
 

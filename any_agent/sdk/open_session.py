@@ -324,7 +324,8 @@ def key_refused(error: Unauthenticated, service: ServiceAddress) -> Unauthentica
     else:
         message = (
             f"{service.url} refuses the key of {service.key_from}: {error.message}; it must "
-            "be a tenant's (any-agent keys create --scope tenant)"
+            "be a tenant's or an admin's (any-agent keys create --scope tenant, on the "
+            "service's machine)"
         )
     return Unauthenticated(message, code=error.code)
 

@@ -25,6 +25,7 @@ from any_agent.completions.prepare import check_request, prepare
 from any_agent.errors import AnyAgentError, RunFinished, Unauthenticated
 from any_agent.protocol.error_bodies import request_id_of
 from any_agent.types import Interaction, SessionMode
+from proxy_ext.auth import bearer_of
 from proxy_ext.calls.call import Item, Listener
 from proxy_ext.calls.concurrency_limit import CallOwner, CallSlot
 from proxy_ext.calls.retries import join_retried_call, retry_mark
@@ -115,10 +116,10 @@ class ModelCall:
         else:
             caller = service.auth.caller(request)
             if service.run.state == "training" and not service.implicit.accepts(caller):
+                given = "its key is no session's" if bearer_of(request) else "it came without a key"
                 raise Unauthenticated(
-                    "calls belong to a session while training goes on: POST /rl/v1/start_session "
-                    "(mode train or eval) and use its api_key; "
-                    "this call came without a key, or with one that belongs to no session",
+                    f"this call belongs to no session, {given}, and training goes on: POST "
+                    "/rl/v1/start_session (mode train or eval) and use its api_key",
                     code="no_session",
                 )
             self.tenant = caller.tenant

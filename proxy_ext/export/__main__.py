@@ -16,7 +16,7 @@ from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
 from any_agent.config import load_config
 from any_agent.errors import AnyAgentError, ConfigError, NotFound, StartupError, Unprocessable
-from any_agent.runtime.command_line import overrides_of, parse
+from any_agent.runtime.command_line import CommandParser, overrides_of, parse
 from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord, read_record
 from proxy_ext.export.choice import Groups, is_candidate, score_of
@@ -245,7 +245,7 @@ def _style_of(arguments: argparse.Namespace) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="any-agent export")
+    parser = CommandParser(prog="any-agent export")
     add_export_arguments(parser)
     arguments = parse(parser, argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

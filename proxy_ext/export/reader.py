@@ -66,6 +66,17 @@ def find_session(run_dir: RunDir, session_id: str, report: Report) -> ArchiveRec
     return None
 
 
+def newest_session(run_dir: RunDir) -> str | None:
+    """Return the id of the latest session that has ended, of any rank, with its calls in a journal;
+    None without any. Raises as :func:`read_rank`."""
+    newest: tuple[float, str] | None = None
+    for rank in ranks_of(run_dir):
+        if (journal := run_dir.journal(rank)).exists():
+            with closing(JournalReader(journal)) as reader:
+                newest = max(filter(None, (newest, reader.newest())), default=None)
+    return newest[1] if newest is not None else None
+
+
 def read_rank(
     journal: Path, folder: Path, rank: int, wanted: ExportFilter, report: Report
 ) -> Iterator[SessionRecord]:

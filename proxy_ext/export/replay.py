@@ -23,10 +23,10 @@ from any_agent.inference.text_codec import TextCodec, words_of
 from any_agent.inference.weights_source import WeightsSource, find_weights_source
 from any_agent.launcher.trial import find_trial, newest_weights
 from any_agent.record import InteractionTree, is_frozen, lacks_texts
-from any_agent.runtime.command_line import guarded, overrides_of, parse, printable
+from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse, printable
 from any_agent.types import GenerationHyperparameters, Interaction, Message, ModelRequest
 from proxy_ext.archive.records import ArchiveRecord
-from proxy_ext.export.reader import find_session
+from proxy_ext.export.reader import find_session, newest_session
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, with log-probabilities at temperature 1, in all engines."""
@@ -96,9 +96,12 @@ class ReplayedCall:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="any-agent replay")
+    parser = CommandParser(prog="any-agent replay")
     add_replay_arguments(parser)
     arguments = parse(parser, argv)
+    if arguments.session is not None and "=" in arguments.session:
+        # A setting, as an id never has this sign.
+        arguments.overrides, arguments.session = [arguments.session, *arguments.overrides], None
     # Loading a model warns about much that has no meaning here.
     logging.disable(logging.WARNING)
     try:
@@ -112,10 +115,13 @@ def replay(arguments: argparse.Namespace) -> int:
     place = load_config(arguments.config, overrides_of(arguments))
     own = [f"root={place.root}", f"user={place.user}", f"server.host={LOOPBACK[0]}"]
     config = load_config(find_trial(place), own, environ={})
-    record = _record(config, arguments.session)
+    record = _record(config, arguments.session or _newest(config))
     source = _weights(arguments, config)
     tree = InteractionTree.from_interactions(c for c in record.interactions if not is_frozen(c))
     codec = words_of(None, source.weights.path, source.config.model)
+    if not len(tree):
+        print(f"error: session {record.session['id']} has no call to compare", file=sys.stderr)
+        return 1
     calls = _scored(tree, str(source.weights.path), arguments.device, codec)
     if not arguments.no_answers and calls:
         with _engine(arguments, source) as engine:
@@ -125,6 +131,17 @@ def replay(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(_as_text(record, source, calls, codec)))
     return 0
+
+
+def _newest(config: Config) -> str:
+    """Return the id of the newest session that has ended; ConfigError if there is none."""
+    found = newest_session(run_dir_of(config))
+    if found is None:
+        raise ConfigError(
+            f"no session in the journals of {run_dir_of(config).path} has ended with a call: name "
+            "one of the archives, whose ids `any-agent export` has (session.id)"
+        )
+    return found
 
 
 def _record(config: Config, session_id: str) -> ArchiveRecord:

@@ -94,6 +94,11 @@ class SessionFilter:
     """The least final reward."""
     max_reward: float | None = None
     """The greatest final reward."""
+    reason: str | None = None
+    """A part of the reason, in any case."""
+    created_after: float | None = None
+    """The earliest opening, seconds since the epoch."""
+    created_before: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

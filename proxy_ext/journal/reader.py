@@ -114,6 +114,17 @@ class JournalReader:
             ids = orjson.dumps([*session_ids]).decode()
             return int(self._connection.execute(sql, (ids,)).fetchone()["bytes"])
 
+    def newest(self) -> tuple[float, str] | None:
+        """Return the end and the id of the latest session that has ended and has calls here."""
+        sql = (
+            "SELECT ended_at, id FROM sessions WHERE content = 'stored' AND ended_at IS NOT NULL "
+            "AND EXISTS (SELECT 1 FROM interactions WHERE session_id = sessions.id) "
+            "ORDER BY ended_at DESC LIMIT 1"
+        )
+        with self._readable():
+            row = self._connection.execute(sql).fetchone()
+        return (row["ended_at"], row["id"]) if row is not None else None
+
     def sessions(self, wanted: ExportFilter) -> Iterator[StoredSession | DamagedSession]:
         """Iterate over the sessions of this moment that are not deleted, in order of creation."""
         values = asdict(wanted) | {"states": orjson.dumps(list(wanted.states)).decode()}

@@ -80,6 +80,9 @@ FROM sessions WHERE number >= :lowest AND number < :before
 _CONDITIONS = {
     "min_reward": "final_reward >= :min_reward",
     "max_reward": "final_reward <= :max_reward",
+    "reason": "instr(lower(reason), lower(:reason)) > 0",
+    "created_after": "created_at >= :created_after",
+    "created_before": "created_at < :created_before",
 }
 """The conditions of a filter's fields that are not equal to a column."""
 

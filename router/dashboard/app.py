@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,9 @@ _FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 16
 _PAGE_OF_SESSIONS = "50"
-_FILTERS = ("state", "task_id", "group_id", "tenant", "min_reward", "max_reward")
+_FILTERS = ("state", "task_id", "group_id", "tenant", "min_reward", "max_reward", "reason")
+_LATELY = {"5 minutes": 300, "hour": 3600, "day": 86_400}
+"""The choices of a list of the sessions that were opened lately, in seconds."""
 _NEXT = re.compile(r"/ui(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,2}")
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _SAFE = {
@@ -272,6 +275,9 @@ class Dashboard:
     async def _show_sessions(self, visitor: Visitor, query: Mapping[str, str]) -> Reply:
         chosen = {name: query[name].strip() for name in _FILTERS if query.get(name, "").strip()}
         asked = {**chosen, "limit": _PAGE_OF_SESSIONS}
+        if (lately := query.get("lately", "")) in _LATELY:
+            chosen["lately"] = lately
+            asked["created_after"] = f"{time.time() - _LATELY[lately]:.3f}"
         if query.get("after"):
             asked["after"] = query["after"]
         page, problem, status = None, "", 200
@@ -291,6 +297,7 @@ class Dashboard:
             newest=urlencode(chosen),
             later="after" in asked,
             states=STATES,
+            lately=_LATELY,
         )
 
     async def _show_service(self, visitor: Visitor, query: Mapping[str, str]) -> Reply:

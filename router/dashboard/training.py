@@ -105,9 +105,16 @@ def dull_sessions(lines: Sequence[Record]) -> tuple[int, int]:
     return left, sum(line.get("sessions") or 0 for _, line in pairs)
 
 
+def _dull_share(line: Record) -> float | None:
+    """Return the share of the sessions since the step before whose groups teach nothing."""
+    sessions, dull = _field("all", "sessions")(line), _field("all", "dull")(line)
+    return dull / sessions if sessions and isinstance(dull, int) else None
+
+
 _Series = tuple[str, str, dict[str, Callable[[Record], Any]]]
 _REWARD: _Series = ("Reward", "mean score of a step's sessions", {"train": _field("reward")})
 _CHARTS: Sequence[_Series] = (
+    ("All alike", "share of sessions whose group teaches nothing", {"share": _dull_share}),
     ("Loss", "policy loss", {"loss": _field("loss")}),
     ("Entropy", "nats, at trained tokens", {"entropy": _field("entropy")}),
     (

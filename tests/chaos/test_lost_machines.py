@@ -1,5 +1,5 @@
-"""A rank whose machine is lost, and a Redis that dies, hangs or is cut off, under agents and a
-trainer."""
+"""A rank whose machine is lost, and a Redis that dies, hangs, is cut off or is full, under agents
+and a trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,20 @@ class Outage(Killable):
     """A Redis that is away for so long. Meanwhile the rank is asked what needs it, and what not."""
 
     def __init__(
-        self, begin: Callable[[], None], end: Callable[[], None], seconds: float, rank: str
+        self,
+        begin: Callable[[], object],
+        end: Callable[[], object],
+        seconds: float,
+        rank: str,
+        refused: tuple[int, str],
     ) -> None:
+        """``refused``: the status and the code of a write meanwhile."""
         super().__init__()
         self._begin = begin
         self._end = end
         self._seconds = seconds
         self._rank = rank
+        self._refused = refused
         self.reads: list[float] = []
         """Seconds that they took."""
         self.refusals: list[float] = []
@@ -77,12 +85,13 @@ class Outage(Killable):
                 assert http.get("/rl/v1/sessions").status_code == 200
                 self.reads.append(time.monotonic() - began)
                 began = time.monotonic()
-                turned_away(http.post("/rl/v1/start_session", json={"mode": "eval"}), *AWAY)
+                opening = http.post("/rl/v1/start_session", json={"mode": "eval"})
+                turned_away(opening, *self._refused)
                 self.refusals.append(time.monotonic() - began)
         self._end()
 
 
-AWAY = (503, "store_unavailable")
+AWAY, FULL = (503, "store_unavailable"), (507, "store_full")
 
 
 @pytest.mark.timeout(1800)
@@ -100,7 +109,7 @@ def test_what_was_said_outlives_it(
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("how", "seconds"), [("cut off", 30), ("stopped", 60)])
+@pytest.mark.parametrize(("how", "seconds"), [("cut off", 30), ("stopped", 60), ("full", 30)])
 def test_an_outage_heals(
     how: str, seconds: float, tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
@@ -114,9 +123,17 @@ def test_an_outage_heals(
     ):
         engine.pace = PACE
         url = f"redis://127.0.0.1:{link.port}/0"
-        proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, url, *PATIENT, LEASE)
-        ways = (link.cut, link.mend) if how == "cut off" else (server.pause, server.go_on)
-        outage = Outage(*ways, seconds, proxy.url)
+        # No client waits for room, so groups lack members.
+        soon = ("sessions.group_timeout=15",) if how == "full" else ()
+        proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, url, *PATIENT, LEASE, *soon)
+        limit = partial(server.client().config_set, "maxmemory")
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "cut off": (link.cut, link.mend),
+            "stopped": (server.pause, server.go_on),
+            "full": (partial(limit, "1mb"), partial(limit, "0")),
+        }
+        refused = FULL if how == "full" else AWAY
+        outage = Outage(*ways[how], seconds, proxy.url, refused)
         check(proxy, engine, outage, agents, 2, figure)
         figure(
             f"{len(outage.reads)} reads meanwhile, the slowest {max(outage.reads):.2f} s; "

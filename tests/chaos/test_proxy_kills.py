@@ -19,8 +19,9 @@ import openai
 import pytest
 
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import AnyAgentError, Conflict, SessionClosed
+from any_agent.errors import AnyAgentError, Conflict, SessionClosed, StoreFull
 from any_agent.launcher.trial import trial_dir
+from any_agent.protocol.rl import SessionStarted
 from any_agent.record import unpack_trajectories
 from any_agent.rundir import RunDir
 from any_agent.rundir.registry import RegistryEntry, rank_name
@@ -92,7 +93,15 @@ class Load:
             self.ledger.fail("call", error)
             # Its group must not wait for it, and perhaps has not.
             with suppress(SessionClosed):
+                await self._abort(service, started)
+
+    async def _abort(self, service: RLClient, started: SessionStarted) -> None:
+        for _ in range(120):
+            try:
                 await service.abort(started)
+                return
+            except StoreFull as error:
+                await asyncio.sleep(min(1, error.retry_after or 1))
 
     async def _work(
         self, service: RLClient, sdk: openai.AsyncOpenAI, told: Told, rng: random.Random

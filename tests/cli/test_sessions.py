@@ -57,6 +57,8 @@ async def test_a_table(proxy: Proxy) -> None:
     assert head.split() == ["SESSION", "STATE", "MODE", "CALLS", "REWARDS", "FINAL", "STEP",
                             "AGE", "GROUP", "OR", "TASK", "NOTE"]  # fmt: skip
     assert first.split()[:4] == [gone, "aborted", "eval", "0"]
+    told = await sessions(proxy, "list", "--reason", "RED", "--since", "5m")
+    assert [line.split()[0] for line in told.out.splitlines()[1:]] == [gone]
     # Nothing of it moves the cursor.
     assert first.endswith("red \ufffd[31m\ufffd") and "\x1b" not in said.out
     assert second.split() == [done, "finalized", "train", "1", "1", "0.25", "-",

@@ -57,8 +57,8 @@ def test_the_screen() -> None:
     assert texts[0].startswith("exp/one at http://x, ")
     assert lines[1] == ("bad", "bad       Rank 1 has no engine. Read\ufffd its log.")
     assert texts[2] == (
-        "run       version 2   step 12   reward 0.5   of all since 0.75   staleness 0.25   "
-        "calls/s -   tokens/s 1234"
+        "run       version 2   step 12   reward 0.5   reward of all since 0.75   "
+        "staleness 0.25   calls/s -   tokens/s 1234"
     )
     table = [re.split(r" {2,}", text) for text in texts[4:9]]
     assert table[0] == ["PART", "STATE", "VERSION", "OPEN", "WAITING", "CALLS", "CALLS/S",
@@ -72,7 +72,8 @@ def test_the_screen() -> None:
         "train     open 2, awaiting reward 1",
         "eval      no sessions",
         "waits     for slots, 3 opens",
-        "slots     3 opens wait for one; of 16 allowed so far, 10 are taken, 4 kept for groups",
+        "slots     3 opens wait for one; since the run began 16 were given, 10 are taken, "
+        "4 kept for groups",
         "group     g\ufffd[31m has 1 of 4 members, closes in 1.5 min",
         "a step    4.0 s: wait 75 %, forward 25 %",
     ]
@@ -85,6 +86,24 @@ def test_the_screen_of_a_run_that_has_just_begun() -> None:
     texts = [text for _, text in lines]
     assert "sessions  none yet: agents open them with start_session" in texts
     assert texts[8].endswith("no step yet")
+
+
+def _with_trainer(state: str | None) -> dict[str, Any]:
+    trainer = [{**EMPTY, "name": "trainer", "state": state, "well": True}] if state else []
+    return RUN | {"parts": [*RUN["parts"][:-1], *trainer]}
+
+
+@pytest.mark.parametrize("state", ["done", None])
+def test_slots_are_not_shown_where_nothing_trains_unless_an_open_waits(state: str | None) -> None:
+    run = _with_trainer(state)
+    idle = run | {"slots": {"waiting": 0, "admitted": 1504, "limit": 0, "reserved": 0}}
+    assert not [text for _, text in screen(idle, "http://x") if text.startswith("slots")]
+    assert [text for _, text in screen(run, "http://x") if text.startswith("slots")]
+
+
+def test_slots_before_the_trainer_has_its_model_say_so_and_count_none() -> None:
+    [slots] = [t for _, t in screen(_with_trainer("starting"), "http://x") if t.startswith("slots")]
+    assert "trainer" in slots and "16" not in slots
 
 
 def test_its_words_are_in_the_glossary() -> None:

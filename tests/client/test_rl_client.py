@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from any_agent.client import rl_client
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import (
     Conflict,
+    InvalidRequest,
     ServiceUnavailable,
     StoreUnavailable,
     TooManyRequests,
@@ -96,6 +98,8 @@ async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:
         (started("2"), "version 2 "),
         (httpx.Response(404, text="Not Found"), "status 404"),
         (httpx.Response(405, json={"detail": "Method Not Allowed"}), "status 405"),
+        (httpx.Response(501, text="<html><h1>Error response</h1>"), "status 501"),
+        (httpx.Response(403, text="<html>Forbidden</html>"), "status 403"),
         (httpx.Response(307, headers={"Location": "https://login.example"}), "status 307"),
     ],
 )
@@ -105,6 +109,26 @@ async def test_a_server_that_is_no_service_of_ours_is_told_at_once(
     client, seen = client_with(answer)
     with fails_with(WrongService, said):
         await client.start_session()
+    assert len(seen) == 1
+
+
+async def test_a_path_below_the_service_is_told_as_a_wrong_url() -> None:
+    error = {"error": {"message": "there is no route /v2/rl/v1/run", "code": "not_found"}}
+    client, seen = client_with(httpx.Response(404, json=error, headers={"x-any-agent-api": "1"}))
+    with fails_with(WrongService, "/v2/rl/v1/run", "http://host:port"):
+        await client.run_info()
+    assert len(seen) == 1
+
+
+async def test_a_reward_may_be_a_bool_and_none_is_refused_by_name() -> None:
+    client, seen = client_with(
+        httpx.Response(200, json={"session_id": "s", "interaction_id": "c", "reward": 1.0})
+    )
+    await client.set_reward("k", {"correct": True, "short": 0.5})
+    assert json.loads(seen[0].content)["reward"] == {"correct": 1.0, "short": 0.5}
+    for reward in (client.set_reward, client.set_final_reward):
+        with fails_with(InvalidRequest, "None"):
+            await reward("k", None)  # type: ignore[arg-type]
     assert len(seen) == 1
 
 

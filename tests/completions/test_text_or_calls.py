@@ -90,7 +90,7 @@ async def test_every_answer_is_one_of_both(bench: Bench) -> None:
         answer = await bench.ask(seed)
         (choice,) = answer.choices
         recorded = bench.client.interactions[-1]
-        assert recorded.untrainable_reason == "grammar"
+        assert recorded.untrainable_reason == "logit_bias"
         if choice.finish_reason == "length":
             continue
         kinds.append(kind_of(choice.message))

@@ -99,6 +99,21 @@ def test_without_a_terminal_a_change_of_health_is_said_at_once_and_figures_seldo
     assert said[8:] == [later.line]
 
 
+def test_without_a_terminal_the_last_figures_follow_the_last_step_within_seconds() -> None:
+    said: list[str] = []
+    now = 1000.0
+    report = HealthReport(said.append, None, lambda: now)
+    before, after = looks({"version": 9}, {"version": 10})
+    report.update(before)
+    now += 4
+    report.renew()
+    report.update(after)
+    assert said == [before.line], "the overview had no time to see the last step"
+    now += 5
+    report.update(*looks({"version": 10}))
+    assert said == [before.line, after.line]
+
+
 def test_figures_within_an_alarm_are_no_change() -> None:
     said: list[str] = []
     report = HealthReport(said.append, None)

@@ -26,6 +26,7 @@ from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.trial import SavedWeights, TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import reserve
+from tests.support.errors import fails_with
 from tests.support.launcher.children import is_alive, until
 from tests.support.launcher.stand_ins import Lab, checked_until, flag, kill_and_wait
 
@@ -214,7 +215,8 @@ def test_a_service_that_stays_after_its_training_says_so_once(
                 raise Left
             time.sleep(seconds)
 
-        monkeypatch.setattr(node_module, "time", SimpleNamespace(sleep=sleep))
+        clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(node_module, "time", clock)
         with pytest.raises(Left):
             node.watch()
     (told,) = (line for line in lab.said if line.startswith("serving "))
@@ -343,7 +345,7 @@ def test_nothing_outlives_a_killed_launcher(lab: Lab) -> None:
         pass
 
 
-def test_a_port_in_use_is_told_before_anything_is_started(lab: Lab) -> None:
+def test_a_port_in_use_is_told_before_anything_is_started_and_leaves_no_trial(lab: Lab) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -351,6 +353,7 @@ def test_a_port_in_use_is_told_before_anything_is_started(lab: Lab) -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"), lab.node(f"server.port={port}"):
             pass
     assert lab.events("starts") == []
+    assert not (lab.home / "runs").exists()
 
 
 def test_two_services_in_one_run_directory(lab: Lab) -> None:
@@ -425,7 +428,7 @@ KEPT = ("config.yaml", "resolved.yaml")
 
 def test_models_that_cannot_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"set model\.path to a local folder or a hub name"):
+    with fails_with(ConfigError, "--model", "model.path"):
         check_model("")
     (tmp_path / "owner" / "empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

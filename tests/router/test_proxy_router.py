@@ -259,7 +259,8 @@ def test_a_script_without_its_proxies_ends_with_one_line() -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+    # On a busy machine it says before that its import takes a while.
+    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("importing "))
     assert line.startswith("error: ") and line.count(url) == 1
 
 

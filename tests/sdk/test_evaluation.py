@@ -93,7 +93,7 @@ def test_nothing_came_of_it() -> None:
     assert found.reward is None and found.pass_at(1) is None
     assert found.figures([1])["reward"] is None
     assert found.table([1])[1].split() == ["reward", "-", "-", "0"]
-    assert found.describe_versions() == "version unknown, as nothing was sampled"
+    assert found.describe_versions() == "version unknown, as no run has ended well"
 
 
 def test_versions_in_words() -> None:

@@ -155,7 +155,7 @@ async def test_failures_cost_their_run_alone(served: Served) -> None:
     assert [r.attempts for r in results] == [calls[item["what"]] for item in items]
     assert results[0].error == "ValueError: no ch?"
     assert "4 s" in str(results[3].error)
-    silent = "agent returned None and gave no reward: return a number, or post /rl/set_reward"
+    silent = "agent returned None and gave no reward: return a number, or post /rl/v1/set_reward"
     assert str(results[7].error).endswith(silent)
     for result in results:
         assert result.session_id is not None and result.reward is None

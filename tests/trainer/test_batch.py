@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.batch import (
     versions_in,
     weighted,
 )
+from trainer.rows import misfit
 
 CONFIG = TrainConfig(normalize_std="none")
 
@@ -121,18 +123,21 @@ def test_a_session_with_a_token_that_the_model_lacks_is_left_out_and_ends_nothin
     """An engine that serves another model samples such tokens; each start would meet them again."""
     episode = [session("odd", 1.0, output=(4, 4, 99, 4)), session("good", 0.0), session("bad", 1.0)]
     steps = {0: 0}
-    batch = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, vocabulary=99)
+    lacks = partial(misfit, vocabulary=99, context=None)
+    batch = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, misfit=lacks)
     assert batch.rejected == {"odd": "unusable"} and batch.trained == ["good", "bad"]
     assert batch.scores == [1.0, 0.0, 1.0]
-    whole = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, vocabulary=100)
+    has = partial(misfit, vocabulary=100, context=None)
+    whole = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, misfit=has)
     assert whole.rejected == {}
 
 
 def test_a_session_beyond_the_models_context_is_too_long() -> None:
     episode = [session("long", 1.0, output=(4, 4, 8, 4, 4, 4, 4)), session("bad", 0.0)]
     for context, rejected in ((8, {"long": "too_long"}), (100, {})):
+        fits = partial(misfit, vocabulary=100, context=context)
         batch = training_batch(
-            [episode], CONFIG, step=0, eta=0, step_of_version={0: 0}, context=context
+            [episode], CONFIG, step=0, eta=0, step_of_version={0: 0}, misfit=fits
         )
         assert batch.rejected == rejected
 

@@ -8,15 +8,17 @@ from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from any_agent import stats_tracker, workflow_context
-from any_agent.config import EvalConfig
+from any_agent.config import Config, EvalConfig
 from any_agent.data import as_dataset
-from any_agent.launcher.training_progress import TrainingProgress, format_evaluation
+from any_agent.launcher.training_progress import TrainingProgress, format_evaluation, records_in
 from any_agent.rollout import WorkflowExecutor
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.disk_space import DiskSpace
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
 from tests.support.trainer.datasets import Alternating, DataLab
@@ -26,15 +28,19 @@ from tests.support.workflow_executor import REJECT, Doing, Gated, executor, item
 from trainer.batch_source import DatasetBatches
 from trainer.evaluation import TrialEvaluation, figures, score
 from trainer.metrics import TrainerMetrics
+from trainer.report import RunReport
 
 
 class Lab:
     """One evaluation, and what it tells."""
 
     def __init__(self, folder: Path, executor: WorkflowExecutor | None = None) -> None:
-        self.metrics = folder / "metrics.jsonl"
+        config = Config(root=folder)
+        run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        self.metrics = run_dir.metrics
         self.executor = executor
-        self.reported: list[dict[str, Any]] = []
+        self.report = RunReport(config, run_dir, DiskSpace(), cast(Any, None), print)
 
     def evaluation(
         self, workflow: RolloutWorkflow, count: int = 4, **settings: Any
@@ -46,8 +52,7 @@ class Lab:
             as_dataset(items(count), "valid_dataset"),
             workflow,
             lambda: self.executor,  # type: ignore[arg-type,return-value]
-            metrics=self.metrics,
-            report=self.reported.append,
+            self.report,
         )
 
     @property
@@ -56,7 +61,7 @@ class Lab:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return [line for line in records_in(self.metrics) if "eval" in line]
 
 
 def by_item(reward: dict[int, Any]) -> Doing:
@@ -86,7 +91,7 @@ def test_when_it_is_due(tmp_path: Path, settings: dict[str, Any], due: list[int]
         evaluation(0, False)
         for step in range(1, 6):
             evaluation(step, step == 5)
-    assert [line["step"] for line in lab.reported] == due
+    assert [line["step"] for line in lab.lines] == due
 
 
 def test_means_and_what_has_none(tmp_path: Path) -> None:
@@ -102,7 +107,7 @@ def test_means_and_what_has_none(tmp_path: Path) -> None:
     assert (found["items"], found["episodes"]) == (3, 6)
     assert found["failed"] == {"failed": 2, "returned_none": 2}
     assert found["ci95"] == [0.0, 1.0], "Student's -0.768 to 2.101, cut where all rewards lie"
-    assert lab.reported[0]["eval"]["episodes"] == 6
+    assert lab.lines[0]["eval"]["episodes"] == 6
     assert "reward 0.667  95 % in 0.000 to 1.000" in lab.said[0]
     assert "left out 2 (failed)  left out 2 (returned_none)" in lab.said[0]
 
@@ -180,9 +185,9 @@ def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:
         )
         second = lab.evaluation(Doing())
         second(2, False)
-        assert len(lab.reported) == 1
+        assert len(lab.lines) == 1
         second(4, False)
-        assert len(lab.reported) == 2
+        assert len(lab.lines) == 2
 
 
 def test_an_interrupt_ends_it(tmp_path: Path) -> None:
@@ -212,7 +217,7 @@ def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
         progress = TrainingProgress(lab.metrics, 10)
         lab.evaluation(by_item({0: 1.0, 1: 0.0, 2: RuntimeError("x")}), 3)(2, False)
     assert progress.new_lines() == lab.said
-    metrics.record_evaluation(lab.reported[0])
+    metrics.record_evaluation(lab.lines[0])
     text = metrics.exposition().render().decode()
     assert "any_agent_eval_step 2" in text
     assert "any_agent_eval_reward_mean 0.5" in text
@@ -237,8 +242,7 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             as_dataset(items(3), "valid_dataset"),
             workflow,
             partial(executor_of, lab.source, ended),
-            metrics=lab.trainer.dir.metrics,
-            report=lab.trainer.metrics.record_evaluation,
+            lab.trainer.report,
         )
         lab.trainer.evaluate = evaluation
         with ended:

@@ -143,7 +143,7 @@ def test_an_unknown_algorithm_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize(
     ("adapted", "said"),
-    [("q_proj,nothing", "named nothing"), ("q_proj", "")],
+    [("q_proj,nothing", "no layer named nothing"), ("q_proj", "")],
 )
 def test_layers_that_the_model_lacks_are_refused_before_anything_starts(
     config: Config, fakes: None, adapted: str, said: str

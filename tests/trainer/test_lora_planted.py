@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +72,8 @@ def keys_decide(module: Any, query: Any, key: Any, value: Any, *rest: Any, **oth
     out = original_attention(module, query, key, value, *rest, **others)
     tree = others.get("tree")
     if tree is not None and module.layer_idx in tree.kept and not key.requires_grad:
-        kept = tree.kept[module.layer_idx]
-        tree.kept[module.layer_idx] = replace(
-            kept, leaves=(kept.leaves[0], kept.leaves[1].detach())
-        )
+        keys, (values, leaf) = tree.kept[module.layer_idx]
+        tree.kept[module.layer_idx] = [keys, (values, leaf.detach())]
     return out
 
 
@@ -115,7 +112,7 @@ PLANTED: dict[str, tuple[str, Any, Law]] = {
         a_checkpoint_is_complete,
     ),
     "the adapter stays on": (
-        "trainer.policy.switched_off",
+        "trainer.reference.switched_off",
         nullcontext,
         without_the_adapter_it_is_the_base,
     ),

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
 from trainer import report, step_clock, step_maker
-from trainer.metrics import METRICS, PHASES, TrainerMetrics, named_means
+from trainer.metrics import METRICS, PHASES, TrainerMetrics
 from trainer.policy import Policy
+from trainer.report import named_means
 
 
 def shown(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:

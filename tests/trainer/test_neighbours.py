@@ -24,8 +24,8 @@ from tests.support.trainer.policies import (
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig, context_of
+from trainer.model_probes import _rotates_by_length
 from trainer.policy import Policy
-from trainer.tree_probe import _rotates_by_length
 
 
 def limited(model: Any) -> Any:

@@ -18,6 +18,7 @@ from transformers import (
 
 from tests.support.trainer.activations import kept
 from tests.support.trainer.policies import small_policy
+from trainer.model import PolicyConfig
 from trainer.pass_size import (
     CPU_TOKENS,
     GPU_SHARE,
@@ -60,14 +61,13 @@ GPU = torch.device("cuda")
 def chosen(config: Any, device: str | torch.device = "cpu", **how: Any) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    how = {"dtype": None, "checkpointing": False, "offload": False} | how
-    return pass_tokens(model, torch.device(device), **how)
+    return pass_tokens(model, torch.device(device), PolicyConfig(**how))
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("27M", 768), ("135M", 512)])
 def test_a_cpu_gets_what_was_measured_to_be_best(name: str, tokens: int) -> None:
     assert chosen(SHAPES[name]) == tokens
-    assert chosen(SHAPES[name], checkpointing=True) == CPU_TOKENS[1]
+    assert chosen(SHAPES[name], gradient_checkpointing=True) == CPU_TOKENS[1]
 
 
 def test_a_large_model_gets_the_shortest_passes_on_a_cpu() -> None:
@@ -105,13 +105,13 @@ def test_a_gpu_gets_what_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) 
     found = []
     for tokens in (10, 1024, 1500, 1540, 5000, 8200, 16_400, 10**6):
         free = tokens * need
-        found.append(chosen(EIGHT_B, GPU, checkpointing=True, **how))
+        found.append(chosen(EIGHT_B, GPU, gradient_checkpointing=True, **how))
     assert found == [1024, 1024, 1024, 1536, 4096, 8192, 16_384, 16_384]
     # Without checkpointing, and with the optimizer's state beside it, it holds fewer.
     free = 16_400 * need
-    assert chosen(EIGHT_B, GPU, checkpointing=False, **how) == GPU_TOKENS[0]
+    assert chosen(EIGHT_B, GPU, **how) == GPU_TOKENS[0]
     on_gpu = how | {"offload": False}
-    assert chosen(EIGHT_B, GPU, checkpointing=True, **on_gpu) == GPU_TOKENS[0]
+    assert chosen(EIGHT_B, GPU, gradient_checkpointing=True, **on_gpu) == GPU_TOKENS[0]
 
 
 def test_a_little_more_or_less_memory_changes_nothing() -> None:

@@ -274,8 +274,8 @@ def own_divergence_given_back(row: Any, divergence: Tensor, factor: float) -> An
     return original_with_returns(row, divergence.roll(-1), factor)
 
 
-def divergence_of_the_other_sign(places: Any, reference: Any) -> Any:
-    return {place: -d for place, d in found_divergences(places, reference).items()}
+def divergence_of_the_other_sign(rows: Any, reference: Any) -> Any:
+    return [-d for d in found_divergences(rows, reference)]
 
 
 def kl_without_half(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -324,8 +324,11 @@ def population_deviation(values: Sequence[float]) -> tuple[float | None, float |
 
 def dropped_groups_counted(groups: Any) -> Any:
     """The batch with the scores of groups without variance."""
-    pools, stays, _ = original_pools(groups)
-    return pools, stays, [score for pool in pools for score in pool]
+    _, stays, _ = original_pools(groups)
+    pools = [trainer.advantage._pool(group) for group in groups]
+    batch = [score for pool in pools for score in pool]
+    alone = [len(group) == 1 for group in groups]
+    return [batch if one else pool for one, pool in zip(alone, pools, strict=True)], stays, batch
 
 
 def weights_of_each_row(sessions: Any, aggregation: str, *rest: Any) -> Any:

@@ -181,7 +181,7 @@ def test_a_start_that_would_choose_other_passes_makes_the_same(
     """A restart keeps the passes, as if a GPU had less free memory by then."""
 
     def lab(name: str, tokens: int, batches: list[Episode], before: Lab | None = None) -> Lab:
-        monkeypatch.setattr("trainer.policy.pass_tokens", lambda *_, **__: tokens)
+        monkeypatch.setattr("trainer.pass_runner.pass_tokens", lambda *_, **__: tokens)
         return Lab(config_of([*settings, f"trial={name}"], *RUN), batches, before=before)
 
     whole = lab("whole", 16, episodes())

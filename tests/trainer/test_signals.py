@@ -19,9 +19,8 @@ SAID: list[str] = []
 def signals() -> Iterator[StopSignals]:
     SAID.clear()
     signals = StopSignals(SAID.append)
-    signals.install()
-    yield signals
-    signals.restore()
+    with signals.handled():
+        yield signals
 
 
 @pytest.mark.parametrize(
@@ -57,16 +56,23 @@ def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
 def test_what_was_before_is_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     signals = StopSignals(SAID.append)
-    signals.install()
-    assert signals.installed
-    signals.restore()
+    with signals.handled():
+        assert signals.installed
+        signals.ignore()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     assert not signals.installed
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_in_another_thread_nothing_is_taken() -> None:
     signals = StopSignals(SAID.append)
-    thread = threading.Thread(target=signals.install)
+    seen: list[bool] = []
+
+    def run() -> None:
+        with signals.handled():
+            seen.append(signals.installed)
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert not signals.installed
+    assert seen == [False]

@@ -86,8 +86,8 @@ def write(run_dir: RunDir, *steps: int, **fields: Any) -> None:
 def followed(config: Config, run_dir: RunDir) -> Trackers:
     """One start of the trainer, which ends at once."""
     following = Trackers(config, run_dir)
-    following.start()
-    following.close()
+    with following.following():
+        pass
     return following
 
 
@@ -112,13 +112,12 @@ def test_lines_are_sent_while_training_goes_on(
     fake: type[Fake], config: Config, run_dir: RunDir
 ) -> None:
     following = Trackers(config, run_dir)
-    following.start()
-    for step in (1, 2, 3):
-        write(run_dir, step)
-        following.wake()
-        with fake.changed:
-            assert fake.changed.wait_for(lambda: len(fake.got) == step, LIMIT)  # noqa: B023
-    following.close()
+    with following.following():
+        for step in (1, 2, 3):
+            write(run_dir, step)
+            following.wake()
+            with fake.changed:
+                assert fake.changed.wait_for(lambda: len(fake.got) == step, LIMIT)  # noqa: B023
     assert [step for _, step in fake.got] == [1, 2, 3]
     assert len(fake.opened) == 1
 
@@ -142,10 +141,8 @@ def test_a_tracker_that_fails_is_tried_again_and_gets_all(
     fake.broken = broken
     write(run_dir, 1, 2, 3)
     following = Trackers(config, run_dir)
-    following.start()
-    with fake.changed:
+    with following.following(), fake.changed:
         assert fake.changed.wait_for(lambda: len(fake.got) == 3, LIMIT)
-    following.close()
     assert fake.got == [(1, 1), (2, 2), (3, 3)]
     assert following.failures == {"wandb": 2}
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -232,9 +229,8 @@ def test_a_tracker_that_hangs_is_not_waited_for_long(
     fake.broken = hang
     write(run_dir, 1)
     following = Trackers(config, run_dir)
-    following.start()
-    assert asked.wait(LIMIT)
-    following.close(hurry=True)
+    with following.following(lambda: True):
+        assert asked.wait(LIMIT)
     assert fake.got == []
     assert "wandb has not got all lines; the next start sends them" in caplog.text
     go_on.set()

@@ -25,9 +25,9 @@ from tests.support.trainer.trees import (
 )
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig
+from trainer.model_probes import ModelProbe
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
-from trainer.tree_probe import use_tree_attention
 from trainer.world import alone, leave, whole_tensor
 
 BUDGETS = [2, 9, 40, 10_000]
@@ -267,7 +267,8 @@ def test_models_with_other_attention_are_computed_by_rows(
     said = refused(caplog, shaped_model("qwen3", use_sliding_window=True, **layers))
     assert "window of 16" in said
     mixed = shaped_model("qwen3", layer_types=["linear_attention", "full_attention"])
-    reason = use_tree_attention(mixed, lambda *_: None, torch.float64, torch.device("cpu"))
+    probe = ModelProbe(mixed, lambda *_: torch.zeros(0), torch.float64, torch.device("cpu"))
+    reason = probe.use_tree_attention()
     assert reason is not None and "plain attention (linear_attention)" in reason
     other = shaped_model("qwen3")
     other.set_attn_implementation("eager")

@@ -37,12 +37,11 @@ def attention(module: Any, tree: TreePass, tensors: list[Tensor], way: str) -> T
     """The result [heads, tokens, size]; by ``chain`` as on other devices than a CPU."""
     q, k, v = (t.transpose(0, 1)[None] for t in tensors)
     if way == "chain":
-        from trainer.tree_attention import Kept, chain_attention
+        from trainer.tree_attention import chain_attention
 
-        past = [tensor for one in tree.past for tensor in one.kept[0].leaves]
+        past = [leaf for one in tree.past for _, leaf in one.kept[0]]
         out = chain_attention(tree.blocks, SIZE**-0.5, q, k, v, *past)[0]
-        leaves = (k.detach().requires_grad_(), v.detach().requires_grad_())
-        tree.kept[0] = Kept((k, v), leaves)
+        tree.kept[0] = [(one, one.detach().requires_grad_()) for one in (k, v)]
         return out
     return tree_attention(module, q, k, v, None, tree=tree)[0][0].transpose(0, 1)
 

@@ -149,10 +149,9 @@ def our_rows(
     ]
     if config.kl_reward_coef:
         assert reference is not None
-        places = [(k // GROUP, k % GROUP, 0) for k in range(len(samples))]
-        plain = rows_with(samples, [0.0] * len(samples))
-        found = found_divergences(zip(places, plain, strict=True), reference)
-        groups = less_divergence(groups, found, config.kl_reward_coef)
+        found = iter(found_divergences(rows_with(samples, [0.0] * len(samples)), reference))
+        beta = config.kl_reward_coef
+        groups = [[less_divergence(r, [next(found)], beta) for r in group] for group in groups]
     estimates = estimate_advantages(groups, config)
     rows = rows_with(samples, [a for got in estimates for (a,) in got.advantages])
     return weighted([[row] for row in rows], config.aggregation, config.constant_length)

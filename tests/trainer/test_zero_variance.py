@@ -41,7 +41,7 @@ def test_scores_since_a_step_are_those_of_all_sessions() -> None:
     dull.refuse(pair("unwanted"), "not_accepted")
     mean = (3 * 4 * 1.0 + 2 * 1.0) / 16
     assert dull.scores.read() == {"reward": mean, "sessions": 16, "dull": 12}
-    assert dull.scores.take() == {"reward": mean, "sessions": 16, "dull": 12}
+    assert dull.scores.read(take=True) == {"reward": mean, "sessions": 16, "dull": 12}
     assert dull.scores.read()["sessions"] == 0
 
 

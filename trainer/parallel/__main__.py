@@ -7,18 +7,16 @@ process that failed, so that the launcher can distinguish a wrong setting from a
 from __future__ import annotations
 
 import argparse
-import fcntl
-import ipaddress
 import os
 import signal
 import socket
-import struct
 import sys
+
+import psutil
 
 from any_agent.runtime.ports import free_port
 
 _STOPPED = 143
-_SIOCGIFADDR = 0x8915
 _MEET_TIMEOUT = 900  # seconds that the other machines wait for the first one
 _END_TIMEOUT = 3600
 """Seconds for the current step and a checkpoint after SIGTERM; if the sender's patience ends
@@ -79,25 +77,11 @@ def interface_of(host: str) -> str | None:
     They choose the address of the machine's own host name, which may be in another network or
     unreachable for the other machines.
     """
-    try:
-        address = ipaddress.IPv4Address(host)
-    except ValueError:
-        return None
-    for _, name in socket.if_nameindex():
-        found = _address_of(name)
-        if found == address or (found is not None and found.is_loopback and address.is_loopback):
+    wanted = "127.0.0.1" if host.startswith("127.") else host
+    for name, addresses in psutil.net_if_addrs().items():
+        if (socket.AF_INET, wanted) in ((one.family, one.address) for one in addresses):
             return name
     return None
-
-
-def _address_of(interface: str) -> ipaddress.IPv4Address | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return ipaddress.IPv4Address(answer[20:24])
 
 
 if __name__ == "__main__":

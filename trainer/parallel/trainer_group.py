@@ -16,7 +16,7 @@ from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.model import PolicyConfig
 from trainer.policy import GradientNotFinite, Policy
-from trainer.reference import compare, frozen_logprobs, is_base, require_alike
+from trainer.reference import compare, frozen_logprobs, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,22 @@ def load_policy(
     Each gets its share; without a leader it is this process alone. ``base`` is the model of a
     checkpoint's adapter.
     """
-    if leader is None:
-        return _load(source, settings, None, checkpoint, base)
     command = {"do": "load", "source": str(source), "checkpoint": checkpoint, "base": base}
+    if leader is None:
+        return _load(command, settings, None)
     with leader.run(command):
-        policy, state = _load(source, settings, leader.world, checkpoint, base)
+        policy, state = _load(command, settings, leader.world)
     policy.leader = leader
     return policy, state
+
+
+def _load(
+    command: Mapping[str, Any], settings: PolicyConfig, world: World | None
+) -> tuple[Policy, dict[str, Any]]:
+    source = command["source"]
+    if command["checkpoint"]:
+        return load_checkpoint(Path(source), settings, world=world, base=command["base"])
+    return Policy.load(source, settings, world), {}
 
 
 def load_reference(policy: Policy, path: str) -> None:
@@ -50,7 +59,8 @@ def load_reference(policy: Policy, path: str) -> None:
     An earlier one is gone before. Raises as :func:`trainer.reference.frozen_logprobs`.
     """
     require_alike(path, policy)
-    _set_reference(policy, path, base=is_base(path, policy))
+    base = policy.base is not None and policy.base.is_at(path)
+    _set_reference(policy, path, base=base)
 
 
 def drop_reference(policy: Policy) -> None:
@@ -64,18 +74,6 @@ def _set_reference(policy: Policy, path: str, *, base: bool) -> None:
         policy.reference = None
         if path:
             policy.reference = frozen_logprobs(path, policy, base=base)
-
-
-def _load(
-    source: str | Path,
-    settings: PolicyConfig,
-    world: World | None,
-    checkpoint: bool,
-    base: str | None,
-) -> tuple[Policy, dict[str, Any]]:
-    if checkpoint:
-        return load_checkpoint(Path(source), settings, world=world, base=base)
-    return Policy.load(source, settings, world), {}
 
 
 def join_processes(train: TrainConfig) -> World | None:
@@ -132,9 +130,11 @@ class Follower:
         actions: dict[str, Callable[[Mapping[str, Any]], object]] = {
             "nothing": lambda command: None,
             "load": self._load,
-            "reference": self._load_reference,
+            "reference": lambda command: _set_reference(
+                self.policy, command["path"], base=command["base"]
+            ),
             "step": self._step,
-            "compare": self._compare,
+            "compare": lambda command: compare(self.policy, command, self._channel.receive_rows()),
             "gather": lambda command: self.policy.gathered(command["names"]),
             "save": lambda command: self._save(Path(command["folder"])),
         }
@@ -155,19 +155,10 @@ class Follower:
 
     def _load(self, command: Mapping[str, Any]) -> None:
         seed_all(self._train.seed)
-        checkpoint = command["checkpoint"]
-        self.policy, _ = _load(
-            command["source"], self._settings, self._world, checkpoint, command["base"]
-        )
-
-    def _load_reference(self, command: Mapping[str, Any]) -> None:
-        _set_reference(self.policy, command["path"], base=command["base"])
+        self.policy, _ = _load(command, self._settings, self._world)
 
     def _step(self, command: Mapping[str, Any]) -> None:
         self.policy.step_commanded(command, self._channel.receive_rows())
-
-    def _compare(self, command: Mapping[str, Any]) -> None:
-        compare(self.policy, command, self._channel.receive_rows())
 
     def _save(self, folder: Path) -> None:
         from trainer.sharded_optimizer import save_shard

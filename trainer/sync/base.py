@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -68,6 +68,7 @@ class UpdateDeadline:
             )
 
 
+@dataclass(eq=False, kw_only=True)
 class WeightSync:
     """Gives ranks new weights. Call it in the trainer's thread; every call ends.
 
@@ -77,19 +78,12 @@ class WeightSync:
     stamps their version on every token, so nothing is recorded under a wrong version.
     """
 
-    def __init__(
-        self,
-        call: EngineCall,
-        *,
-        load_timeout: float,
-        in_place: bool = False,
-        key: str | None = None,
-    ) -> None:
-        """``in_place``: calls keep their cache over an update; ``key`` is the engines'."""
-        self.load_timeout = load_timeout
-        self.key = key
-        self.in_place = in_place
-        self._call = call
+    call: EngineCall = field(kw_only=False)
+    load_timeout: float
+    in_place: bool = False
+    """Calls keep their cache over an update."""
+    key: str | None = None
+    """The engines'."""
 
     def prepare(self, new: NewWeights) -> None:
         """Do the work that needs no paused engine."""
@@ -134,7 +128,7 @@ class WeightSync:
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the ranks' clients and return its result."""
-        return self._call(work, timeout=2 * self.load_timeout + _CALL_SLACK)
+        return self.call(work, timeout=2 * self.load_timeout + _CALL_SLACK)
 
     async def pause(self, ranks: RankClients, rank: int) -> None:
         """Pause a rank; the pause ends by itself if this process dies."""

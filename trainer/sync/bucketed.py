@@ -11,18 +11,21 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
+
+import aiohttp
 
 from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from trainer.sync import base
-from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
+from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import (
     EngineClient,
     Sums,
     WeightVerifier,
-    control_client,
+    control_session,
     require_alike,
 )
 from trainer.sync.transports import Transport
@@ -35,6 +38,7 @@ _REPLY_TIMEOUT = 10.0
 _PAUSE_TIMEOUT = 60.0  # seconds that a pause may take: it waits for calls that cannot be cut
 
 
+@dataclass(eq=False, kw_only=True)
 class BucketSync(WeightSync):
     """A weight sync over a transport.
 
@@ -44,21 +48,10 @@ class BucketSync(WeightSync):
     until then it stays paused, unless it still has the old ones complete, as the embedded engine.
     """
 
-    def __init__(
-        self,
-        call: EngineCall,
-        transport: Transport,
-        *,
-        load_timeout: float,
-        dtype: str,
-        in_place: bool = False,
-        key: str | None = None,
-    ) -> None:
-        """``dtype`` is the type of the tensors that are sent."""
-        super().__init__(call, load_timeout=load_timeout, in_place=in_place, key=key)
-        self.transport = transport
-        self.verifier = WeightVerifier()
-        self.dtype = dtype
+    transport: Transport = field(kw_only=False)
+    dtype: str
+    """The type of the tensors that are sent."""
+    verifier: WeightVerifier = field(default_factory=WeightVerifier)
 
     def close(self) -> None:
         self.transport.drop()
@@ -101,7 +94,7 @@ class UpdateAttempt:
         self._ranks = ranks
         self._new = new
         self._alone = alone
-        self._http = control_client()
+        self._http: aiohttp.ClientSession | None = None
         self._open: dict[int, EngineClient] = {}
         """The engines that take part."""
         self._failed: dict[int, EngineClient] = {}
@@ -133,6 +126,7 @@ class UpdateAttempt:
 
     async def _find(self, members: Iterable[int]) -> None:
         """Find the engines that answer; none is paused for one that does not."""
+        http = self._http = control_session(self._sync.key)
 
         async def find(rank: int) -> None:
             async with asyncio.timeout(_REPLY_TIMEOUT):
@@ -141,8 +135,7 @@ class UpdateAttempt:
                 # An earlier attempt has left it half loaded.
                 self._between.add(rank)
             url = engine_url(self._ranks, rank)
-            limit, key = self._sync.load_timeout, self._sync.key
-            engine = EngineClient(rank, url, self._http, timeout=limit, key=key)
+            engine = EngineClient(rank, url, http, timeout=self._sync.load_timeout)
             await engine.fetch_info()
             self._open[rank] = engine
 
@@ -297,4 +290,5 @@ class UpdateAttempt:
 
         remaining = self._failed | self._open
         await asyncio.gather(*(leave(rank, engine) for rank, engine in remaining.items()))
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()

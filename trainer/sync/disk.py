@@ -12,7 +12,7 @@ from any_agent.rollout import RankClients
 from any_agent.rundir.checksums import damage
 from trainer.sync import base
 from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
-from trainer.sync.engine_client import EngineClient, control_client
+from trainer.sync.engine_client import EngineClient, control_session
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +32,17 @@ class DiskSync(WeightSync):
         new.write()
 
     def _bring(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
+        def load() -> None:
+            self.wait(ranks.all(lambda rank: self._retry(ranks, rank, new), list(wanted)))
+
         try:
-            self._load_all(ranks, wanted, new)
+            load()
         except TrainingError:
             if damage(new.folder) is None:
                 raise
             # The engines found what happened to the folder since it was written.
             new.write()
-            self._load_all(ranks, wanted, new)
-
-    def _load_all(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
-        self.wait(ranks.all(lambda rank: self._retry(ranks, rank, new), list(wanted)))
+            load()
 
     async def _retry(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
         deadline = UpdateDeadline(self.load_timeout)
@@ -71,30 +71,23 @@ class DiskSync(WeightSync):
             await ranks.clients[rank].resume()
 
     async def _load(self, rank: int, url: str, new: NewWeights) -> None:
-        body = {"model_path": str(new.folder), "weight_version": str(new.version)}
+        path = "/update_weights_from_disk"
+        body: dict[str, Any] = {"model_path": str(new.folder), "weight_version": str(new.version)}
         # SGLang does not flush while calls are kept, whose cache is in use.
-        flush = {"flush_cache": not self.in_place}
-        async with control_client() as http:
-            engine = EngineClient(rank, url, http, timeout=self.load_timeout, key=self.key)
+        body["flush_cache"] = not self.in_place
+        async with control_session(self.key) as http:
+            engine = EngineClient(rank, url, http, timeout=self.load_timeout)
             try:
-                await _load_and_flush(engine, body | flush, new.loading)
+                await engine.post(path, body)
+                return
             except TrainingError as error:
-                raise TrainingError(
-                    f"the engine refused version {new.version}: {error.message}"
-                ) from error
-
-
-async def _load_and_flush(engine: EngineClient, body: dict[str, Any], meanwhile: str) -> None:
-    path = "/update_weights_from_disk"
-    try:
-        await engine.post(path, body)
-        return
-    except TrainingError as error:
-        if _NOT_FLUSHED not in error.message:
-            raise
-    await engine.rename(meanwhile)
-    await engine.flush()
-    try:
-        await engine.post(path, body)
-    except TrainingError as error:
-        raise EngineUnavailable(error.message) from error
+                if _NOT_FLUSHED not in error.message:
+                    raise TrainingError(
+                        f"the engine refused version {new.version}: {error.message}"
+                    ) from error
+            await engine.rename(new.loading)
+            await engine.flush()
+            try:
+                await engine.post(path, body)
+            except TrainingError as error:
+                raise EngineUnavailable(error.message) from error

@@ -9,35 +9,34 @@ the other engines.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 
-from any_agent.client.aiohttp_transport import tls_context
-from any_agent.engine.sglang.requests import JSON_HEADERS, WRONG_KEY, bearer
-from any_agent.errors import EngineUnavailable, NotFound, TrainingError
+from any_agent.engine.sglang.requests import EngineRefused, SGLangControl, bearer
+from any_agent.errors import ConfigError, EngineUnavailable, NotFound, TrainingError
 from trainer.sync.base import NewWeights
 
 log = logging.getLogger(__name__)
 
-_INFO_TIMEOUT = 10.0
 _IDLE_TIMEOUT = 20.0  # seconds that an engine waits for its last calls before it flushes
 
 Sums = list[dict[str, str]]
 
 
-def control_client() -> httpx.AsyncClient:
-    """Return an HTTP client for the control routes of engines, without time limits.
+def control_session(key: str | None) -> aiohttp.ClientSession:
+    """Return a session for the control routes of engines, in a running event loop; close it.
 
-    It shares the process's TLS context. One of its own takes a megabyte, and 30 ms of the event
-    loop; a closed client leaves it in a cycle, which the garbage collector may find an hour later.
+    Bodies may be large, with the weights inside; standard JSON is slow at these.
     """
-    return httpx.AsyncClient(timeout=None, trust_env=False, verify=tls_context())
+    return aiohttp.ClientSession(
+        headers=bearer(key), json_serialize=lambda data: orjson.dumps(data).decode()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +58,10 @@ class EngineInfo:
 class EngineClient:
     """One engine's control routes. Errors name the engine; EngineUnavailable may be retried."""
 
-    def __init__(
-        self,
-        rank: int,
-        url: str,
-        http: httpx.AsyncClient,
-        *,
-        timeout: float,
-        key: str | None = None,
-    ) -> None:
+    def __init__(self, rank: int, url: str, http: aiohttp.ClientSession, *, timeout: float) -> None:
         self.rank, self.url = rank, url
-        self._http, self._timeout = http, timeout
-        self._headers = JSON_HEADERS | bearer(key)
+        self._control = SGLangControl(http, url)
+        self._timeout = timeout
         self.info = EngineInfo(False, False, "auto", 1)
 
     @property
@@ -80,11 +71,8 @@ class EngineClient:
 
     async def fetch_info(self) -> None:
         """Read the engine's properties."""
-        try:
-            reply = await self._request("GET", "/server_info", None, _INFO_TIMEOUT)
-        except NotFound:
-            # An older SGLang.
-            reply = await self._request("GET", "/get_server_info", None, _INFO_TIMEOUT)
+        with self._named("/server_info"):
+            reply = await self._control.info("server_info")
         try:
             self.info = EngineInfo(
                 embedded=reply.get("engine") == "any-agent embedded",
@@ -98,7 +86,11 @@ class EngineClient:
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the reply; EngineUnavailable without a good one, TrainingError for a refusal."""
-        return await self._request("POST", path, body, self._timeout)
+        with self._named(path):
+            reply = await self._control.request("POST", path, body, limit=self._timeout)
+        if reply.get("success") is False:
+            raise self._refused(path, str(reply.get("message"))[:300])
+        return reply
 
     async def rename(self, version: str) -> None:
         """Name the engine's weights. A name other than a number is no version: no call samples."""
@@ -129,37 +121,27 @@ class EngineClient:
     def _unreadable(self, path: str) -> EngineUnavailable:
         return EngineUnavailable(f"the engine at {self.url} answered {path} in an unknown form")
 
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, limit: float
-    ) -> dict[str, Any]:
-        content = orjson.dumps(body) if body is not None else None
+    def _refused(self, path: str, why: str) -> TrainingError:
+        return TrainingError(f"the engine at {self.url} refused {path}: {why}")
+
+    @contextmanager
+    def _named(self, path: str) -> Iterator[None]:
+        """Raise errors with the engine's URL; NotFound for a route that it lacks, TrainingError for
+        any other refusal."""
         try:
-            async with asyncio.timeout(limit):
-                response = await self._http.request(
-                    method,
-                    self.url + path,
-                    content=content,
-                    headers=self._headers,
-                )
-        except (httpx.TransportError, TimeoutError) as error:
+            yield
+        except EngineRefused as error:
+            if error.answered == 404:
+                raise NotFound(f"the engine at {self.url} has no route {path}") from error
+            if error.answered < 500:
+                raise self._refused(path, error.message) from error
             raise EngineUnavailable(
-                f"the engine at {self.url} does not answer ({type(error).__name__})"
+                f"the engine at {self.url} failed at {path}: {error.message}"
             ) from error
-        try:
-            reply = orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            reply = {}
-        reply = reply if isinstance(reply, dict) else {}
-        message = str(reply.get("message") or response.text)[:300]
-        if response.status_code == 404:
-            raise NotFound(f"the engine at {self.url} has no route {path}")
-        if response.status_code == 401:
-            raise TrainingError(f"{WRONG_KEY}, at {self.url}")
-        if response.status_code >= 500:
-            raise EngineUnavailable(f"the engine at {self.url} failed at {path}: {message}")
-        if response.status_code != 200 or reply.get("success") is False:
-            raise TrainingError(f"the engine at {self.url} refused {path}: {message}")
-        return reply
+        except ConfigError as error:
+            raise TrainingError(f"{error.message}, at {self.url}") from error
+        except EngineUnavailable as error:
+            raise EngineUnavailable(f"the engine at {self.url}: {error.message}") from error
 
 
 class WeightVerifier:

@@ -1,8 +1,9 @@
-// Replaces the page's main part by a newer one, every few seconds while somebody looks.
+// Replaces the page's main part, or what its form has found, by a newer one, every few seconds
+// while somebody looks. What is being typed into the form stays.
 
 const SLOWEST = 60;
 
-async function refresh(main) {
+async function refresh(place) {
   const answer = await fetch(location.href, { signal: AbortSignal.timeout(10_000) });
   if (answer.status === 401) {
     location.reload();
@@ -10,26 +11,32 @@ async function refresh(main) {
   }
   if (!answer.ok) throw new Error(`status ${answer.status}`);
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const fresh = page.querySelector("main");
+  const fresh = page.getElementById(place.id);
   // Scripts of a parsed page never run, and the policy of this one forbids them anyway.
-  if (fresh) main.replaceChildren(...fresh.childNodes);
+  if (fresh) place.replaceChildren(...fresh.childNodes);
 }
 
 function start() {
   const main = document.querySelector("main");
+  const place = document.getElementById("found") ?? main;
   const every = Number(main.dataset.live);
   let delay = every;
   let timer = 0;
 
+  function tell(stale) {
+    const notice = main.querySelector(".stale");
+    if (notice) notice.hidden = !stale;
+  }
+
   async function tick() {
     // What the pointer or the keyboard is on stays as it is.
-    if (!document.hidden && !main.contains(document.activeElement)) {
+    if (!document.hidden && !place.contains(document.activeElement)) {
       try {
-        await refresh(main);
+        await refresh(place);
         delay = every;
+        tell(false);
       } catch {
-        const notice = main.querySelector(".stale");
-        if (notice) notice.hidden = false;
+        tell(true);
         delay = Math.min(SLOWEST, delay * 2);
       }
     }

@@ -16,10 +16,9 @@ def main() -> None:
     config = load_config(None, sys.argv[1:])
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
     trackers = Trackers(config, run_dir)
-    trackers.start()
-    for _ in sys.stdin:
-        trackers.wake()
-    trackers.close()
+    with trackers.following():
+        for _ in sys.stdin:
+            trackers.wake()
     if trackers.failures != dict.fromkeys(config.tracking.to, 0):
         sys.exit(str(trackers.take_notices()))
 

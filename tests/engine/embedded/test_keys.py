@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from any_agent.auth.engine_key import read_key_file, write_key_file
@@ -21,7 +20,7 @@ from any_agent.engine.sglang.probe import probe_engine
 from any_agent.errors import ConfigError, EngineUnavailable, StartupError, TrainingError
 from tests.support.engine.embedded import Serve, request
 from tests.support.errors import fails_with
-from trainer.sync.engine_client import EngineClient
+from trainer.sync.engine_client import EngineClient, control_session
 
 KEY = "sk-engine." + 64 * "a"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -85,10 +84,10 @@ async def test_clients_send_it(locked: str) -> None:
         await other.close()
     async with probe_engine(locked, key=KEY) as probe:
         assert (await probe.info())["model_path"]
-    async with httpx.AsyncClient() as http:
-        await EngineClient(0, locked, http, timeout=30, key=KEY).fetch_info()
+    async with control_session(KEY) as http, control_session(None) as without:
+        await EngineClient(0, locked, http, timeout=30).fetch_info()
         with fails_with(TrainingError, "engine.key"):
-            await EngineClient(0, locked, http, timeout=30).fetch_info()
+            await EngineClient(0, locked, without, timeout=30).fetch_info()
 
 
 async def test_without_a_key_only_names_of_this_machine_are_answered(

@@ -80,9 +80,11 @@ async def record(trial: RunDir, chat: ChatFormat, model: Path) -> list[list[int]
     one = call("one", None, first, model)
     two = replace(call("two", one, second, model), request={"bound": [[0, 2]]})
     three = call("three", one, second, model, t=0.0)
-    row = make_row("s-0-a", state=SessionState.TRAINED)
+    row = make_row("s-0-a", state=SessionState.TRAINED, ended_at=1500.0)
+    empty = make_row("s-0-empty", state=SessionState.ABORTED, ended_at=1600.0)
     rank = await Rank(trial.path).start()
-    await rank.journal.commit(PutSession(row), *map(PutInteraction, (one, two, three)))
+    sessions = (PutSession(row), PutSession(empty))
+    await rank.journal.commit(*sessions, *map(PutInteraction, (one, two, three)))
     await rank.stop()
     return [first, second, second]
 
@@ -153,6 +155,18 @@ async def test_a_report_for_people(
     assert out.count("decided by a grammar") == 1 and "; 2 of them decided by a grammar" in out
     assert out.count("\nrecorded  ho\n") == out.count("\nnow       ") == 3
     assert "all calls mean " in out and "of 3 answers are the same" in out
+
+
+async def test_without_an_id_the_newest_session_with_calls_is_compared(
+    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await record(trial, chat, models[0])
+    # Then the first positional argument is a setting.
+    assert await replay(trial, "--no-answers", "--json", session="log_level=info") == 0
+    assert shown(capsys)["session_id"] == "s-0-a"
+    assert await replay(trial, session="s-0-empty") == 1
+    said = capsys.readouterr()
+    assert "no call to compare" in said.err and said.out == ""
 
 
 async def test_what_cannot_be_compared(

@@ -94,6 +94,7 @@ async def rank(
             text = {**planner, "model": "text-completion-openai/gpt-3.5-turbo-instruct"}
             cached = {**planner, "cache": {"use-cache": True}}
             data["model_list"] += [
+                {"model_name": "learner", "litellm_params": {"model": "any-agent/policy"}},
                 {"model_name": "text", "litellm_params": text},
                 {"model_name": "cached", "litellm_params": cached},
                 {
@@ -222,10 +223,17 @@ async def test_a_fallback_answers_and_is_recorded_once(rank: Rank) -> None:
 async def test_the_policy_and_a_planner_in_one_session(rank: Rank) -> None:
     id, key = await rank.open()
     assert (await rank.chat(key, "planner")).status_code == 200
-    for name in ("policy", "policy"):
+    for name in ("policy", "learner"):
         assert (await rank.chat(key, name, max_tokens=4)).status_code == 200
     kinds = [each.untrainable_reason for each in rank.recorded(id)]
     assert kinds == ["frozen_model", None, None]
+
+
+async def test_with_an_entry_of_the_policy_no_other_name_means_it(rank: Rank) -> None:
+    _, key = await rank.open()
+    refused(await rank.chat(key, "gpt-unknown"), 404, "model_not_found")
+    deployed = (await rank.http.get("/model/info")).json()["data"]
+    assert "any-agent/policy" not in str(deployed[1:]), "LiteLLM routes nothing to it"
 
 
 async def test_a_sessions_cap_holds(rank: Rank) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.config import Config
+from any_agent.config import Config, load_config
 from any_agent.config.litellm import (
     LiteLLMConfig,
     check_litellm_config,
@@ -54,6 +54,59 @@ def test_what_contradicts_the_service_is_named(
     with fails_with(ConfigError, said) as error:
         check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-of-the-environment"})
     assert "sk-another-key" not in str(error.value) and "sk-of" not in str(error.value)
+
+
+REFUSED = """\
+model_list:
+  - model_name: learner
+    litellm_params:
+      model: any-agent/policy
+      {more}
+router_settings:
+  model_group_alias: {{"{alias}": x}}
+general_settings:
+  {general}: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "said"),
+    [
+        ({"more": "temperature: 0"}, 5, "litellm_params.temperature"),
+        ({"alias": "learner"}, 7, "learner"),
+        ({"general": "custom_auth"}, 9, "general_settings.custom_auth"),
+        ({"general": "master_key"}, 9, "ANY_AGENT_SERVER__ADMIN_KEY"),
+    ],
+)
+def test_what_is_refused_is_named_with_its_line(
+    tmp_path: Path, given: dict[str, str], line: int, said: str
+) -> None:
+    path = tmp_path / "litellm.yaml"
+    path.write_text(REFUSED.format(**{"more": "", "alias": "other", "general": "x", **given}))
+    with fails_with(ConfigError, f"{path}:{line}: ", said):
+        check_litellm_config(str(path), POLICY | {"learner"}, "sk-admin", {})
+
+
+@pytest.mark.parametrize("name", ["", "learn*", 7])
+def test_an_entry_of_the_policy_needs_a_plain_name(tmp_path: Path, name: object) -> None:
+    entry = {"model_name": name, "litellm_params": {"model": "any-agent/policy"}}
+    path = litellm.write_litellm(tmp_path, {"model_list": [entry]})
+    with fails_with(ConfigError, "model_name"):
+        check_litellm_config(str(path), POLICY, None, {})
+
+
+def test_an_entry_of_the_policy_names_it_and_other_names_are_refused(tmp_path: Path) -> None:
+    entry = {"model_name": "learner", "litellm_params": {"model": "any-agent/policy"}}
+    path = litellm.write_litellm(tmp_path, {"model_list": [model("planner"), entry]})
+    given = [f"litellm.config={path}", "model.policy_names=[actor]"]
+    config = load_config(None, given, environ={})
+    assert config.model.policy_names == ("actor", "learner")
+    assert config.model.unknown_model == "reject"
+    kept = load_config(None, [*given, "model.unknown_model=policy"], environ={})
+    assert kept.model.unknown_model == "policy"
+    without = litellm.write_litellm(tmp_path, {"model_list": [model("planner")]})
+    config = load_config(None, [f"litellm.config={without}"], environ={})
+    assert config.model.policy_names == () and config.model.unknown_model == "policy"
 
 
 def test_where_a_database_is_named() -> None:

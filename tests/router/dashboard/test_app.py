@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from typing import Any
+from urllib.parse import parse_qs
 
 import httpx
 import pytest
@@ -291,9 +293,24 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
     assert (await lab.get(f"/ui/sessions?{query}")).status_code == 200
     target = lab.ranks[0].received[-1].target
     assert target == "/rl/v1/sessions?state=open&task_id=a+b&min_reward=0.5&limit=50"
+    before = time.time()
+    answer = await lab.get("/ui/sessions?reason=timed+out&lately=hour")
+    asked = parse_qs(lab.ranks[0].received[-1].target.partition("?")[2])
+    assert asked["reason"] == ["timed out"]
+    assert 0 <= float(asked["created_after"][0]) - (before - 3600) < 60
+    assert "<option selected>hour" in answer.text
+    assert 'name="reason" value="timed out"' in answer.text
+    await lab.get("/ui/sessions?lately=1e9")
+    assert "created_after" not in lab.ranks[0].received[-1].target
     answer = await lab.get("/ui/sessions?min_reward=x")
     assert answer.status_code == 400 and "min_reward must be a number" in answer.text
     assert 'name="min_reward" value="x"' in answer.text
+
+
+async def test_the_newest_sessions_are_renewed_and_older_pages_stay(lab: Lab) -> None:
+    await log_in(lab)
+    assert 'data-live="5"' in (await lab.get("/ui/sessions")).text
+    assert "data-live" not in (await lab.get("/ui/sessions?after=0:1")).text
 
 
 async def test_a_rank_that_is_away_is_named(start_lab: StartLab) -> None:

@@ -73,6 +73,13 @@ def test_charts_of_lines_with_anything_in_them() -> None:
     assert charts_of(parse_steps(b"", whole=True)) == []
 
 
+def test_the_share_of_sessions_that_teach_nothing_has_a_chart() -> None:
+    lines = [line(1, all={"sessions": 80, "dull": 20}), line(2, all={"sessions": 0, "dull": 0})]
+    charts = charts_of(parse_steps("\n".join(map(json.dumps, lines)).encode(), whole=True))
+    [chart] = [each for each in charts if each.title == "All alike"]
+    assert chart.lines[0].last == "0.25"
+
+
 def test_rewards_by_name_have_a_chart_where_there_are_any() -> None:
     lines = [line(1), line(2, rewards={"correct": 0.5}), line(3, rewards={"<b>": 1, "correct": 1})]
     lines[2]["rewards"] |= {f"a{k}": 0 for k in range(9)}

@@ -31,7 +31,7 @@ from tests.support.trainer.updates import SEQUENCE_LEVEL
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
-from trainer.lora import adapter_tensors
+from trainer.lora import adapter_tensors, switched_off
 from trainer.loss import LossConfig, LossStats
 from trainer.model import PolicyConfig
 from trainer.parallel.trainer_group import Follower, drop_reference, load_policy, load_reference
@@ -127,7 +127,7 @@ def adapters_of(
             )
             whole = {n: whole_tensor(p.grad, world.device) for n, p in adapter.items()}
             found.append((stats.loss, whole if world.leads else {}))
-        with policy.without_adapter():
+        with switched_off(policy.model):
             bare = torch.cat([row_logprobs(policy, [row])[0] for row in split(0)[0]])
         out.append((found, bare, weights_of(policy)))
     return out

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from typing import Any, cast
 
-import httpx
 import pytest
 import torch
 
+from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from tests.support.errors import fails_with
@@ -128,14 +128,16 @@ def test_another_process_is_not_taken_on_trust() -> None:
     ],
     ids=str,
 )
-async def test_garbage_of_an_engine_is_worth_another_try(path: str, told: dict[str, Any]) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json=told)
+async def test_garbage_of_an_engine_is_worth_another_try(
+    path: str, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*_: Any, **__: Any) -> dict[str, Any]:
+        return told
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        client = EngineClient(0, "http://10.0.0.1:1", http, timeout=5)
-        with fails_with(EngineUnavailable, path):
-            await (client.fetch_info() if path == "/server_info" else client.checksums())
+    monkeypatch.setattr(SGLangControl, "request", answer)
+    client = EngineClient(0, "http://10.0.0.1:1", cast(Any, None), timeout=5)
+    with fails_with(EngineUnavailable, path):
+        await (client.fetch_info() if path == "/server_info" else client.checksums())
 
 
 # -- one try ----------------------------------------------------------------------------------
@@ -193,4 +195,3 @@ async def test_no_stage_of_an_engine_is_endless() -> None:
 
     await asyncio.wait_for(one._each(hang), 60)
     assert one.why == "it does not answer" and not one._open
-    await one._http.aclose()

@@ -100,6 +100,26 @@ async def test_sessions_by_their_final_reward(proxy: Proxy) -> None:
     assert (await proxy.http.get("/rl/v1/sessions?min_reward=nan")).status_code == 400
 
 
+async def test_sessions_by_a_part_of_their_reason_and_by_their_opening(proxy: Proxy) -> None:
+    opened = [await proxy.open(mode="eval") for _ in range(3)]
+    first, second, third = (one["session_id"] for one in opened)
+    for id, reason in ((first, "Tool FAILED: no such file"), (second, "100% done")):
+        await proxy.http.post(f"/rl/v1/sessions/{id}/abort", json={"reason": reason})
+    times = {one["session_id"]: one["created_at"] for one in await listed(proxy)}
+    for query, ids in (
+        ({"reason": "failed: no"}, [first]),
+        ({"reason": "%"}, [second]),
+        ({"reason": "nothing like it"}, []),
+        ({"reason": ""}, [third, second, first]),
+        ({"created_after": times[second]}, [third, second]),
+        ({"created_before": times[second]}, [first]),
+        ({"created_after": times[second], "created_before": times[third]}, [second]),
+    ):
+        assert [one["session_id"] for one in await listed(proxy, **query)] == ids, query
+    for wrong in ("created_after=nan", "created_before=x", f"reason={'x' * 129}"):
+        assert (await proxy.http.get(f"/rl/v1/sessions?{wrong}")).status_code == 400, wrong
+
+
 async def test_a_tenant_sees_its_own(start: Start) -> None:
     proxy = await start(ADMIN)
     await proxy.admit(9)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-import trainer.layer_probe
 import trainer.logprobs
+import trainer.model_probes
 from any_agent.errors import StartupError
 from tests.support.errors import fails_with
 from tests.support.trainer.trees import relative, shaped_model, tree_rows
 from tests.trainer.test_tree import computed
 from trainer.compiling import compiled
 from trainer.model import PolicyConfig
+from trainer.model_probes import ModelProbe
 from trainer.policy import Policy
 from trainer.world import layers_of, leave
 
@@ -33,7 +34,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
         def with_backend(function: Any, **options: Any) -> Any:
             return compiled(function, backend=backend, **options)
 
-        for module in (trainer.layer_probe, trainer.logprobs):
+        for module in (trainer.model_probes, trainer.logprobs):
             monkeypatch.setattr(module, "compiled", with_backend)
         trainer.logprobs._fused.cache_clear()
         torch.compiler.reset()
@@ -121,7 +122,7 @@ def test_layers_that_do_not_compile_are_refused(
 ) -> None:
     use("eager")
     monkeypatch.setattr(
-        trainer.layer_probe, "compiled", lambda f, **_: compiled(f, backend=backend, dynamic=True)
+        trainer.model_probes, "compiled", lambda f, **_: compiled(f, backend=backend, dynamic=True)
     )
     with fails_with(StartupError, "Qwen3ForCausalLM", reason, "train.compile=false"):
         policy(compile=True)
@@ -129,8 +130,8 @@ def test_layers_that_do_not_compile_are_refused(
 
 def test_recurrent_layers_are_left_as_they_are() -> None:
     mixed = shaped_model("qwen3", layer_types=["linear_attention", "full_attention"])
-    how = (torch.float64, torch.device("cpu"), "rows", 100)
-    reason = trainer.layer_probe.use_compiled_layers(mixed, lambda *_: None, *how)
+    probe = ModelProbe(mixed, lambda *_: torch.zeros(0), torch.float64, torch.device("cpu"))
+    reason = probe.use_compiled_layers("rows", 100)
     assert reason is not None and "plain attention (linear_attention)" in reason
 
 

@@ -1,0 +1,94 @@
+"""What the operator's own parts may do: callbacks that block or raise, and a Redis that is gone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.chat import load_chat_format
+from tests.support import litellm
+from tests.support.fake_provider import Provider
+from tests.support.ports import own_port
+from tests.support.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.service
+
+ILL = """
+import time
+from litellm.integrations.custom_logger import CustomLogger
+
+
+class Raises(CustomLogger):
+    async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
+        raise RuntimeError("this callback is broken")
+
+
+class Blocks(CustomLogger):
+    async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
+        if "any_agent_event" in kwargs["litellm_params"]["metadata"]:
+            time.sleep(3600)
+
+
+raises, blocks = Raises(), Blocks()
+"""
+WAITING = 4
+UNANSWERED = 64  # events that the process of the callbacks is given before it answers one
+SESSIONS = 40
+HELLO = [{"role": "user", "content": "Hello."}]
+
+
+async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(litellm.VARIABLE, litellm.SECRET)
+    provider = Provider()
+    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
+    (tmp_path / "ill.py").write_text(ILL)
+    async with provider.serve() as url, engine.serve():
+        data = litellm.examples(url)
+        data["litellm_settings"] |= {
+            "callbacks": ["ill.raises", "ill.blocks"],
+            "cache": True,
+            "cache_params": {"type": "redis", "host": "127.0.0.1", "port": own_port()},
+        }
+        path = litellm.write_litellm(tmp_path, data)
+        own = {"max_waiting_events": WAITING}
+        async with litellm.rank(path, tiny_model_dir, engine.url, own=own) as http:
+            slowest = 0.0
+            for _ in range(SESSIONS):
+                began = time.monotonic()
+                await _a_session(http)
+                slowest = max(slowest, time.monotonic() - began)
+            assert (await http.get("/readyz")).status_code == 200
+            dropped = await _dropped(http)
+            ended = time.monotonic()
+        ended = time.monotonic() - ended
+    print(f"{SESSIONS} sessions, the slowest {slowest:.2f} s; {dropped:.0f} events dropped")
+    # A session has a call, a reward and an end of the policy's.
+    assert dropped >= 3 * SESSIONS - UNANSWERED - WAITING - 1, "an event was lost without a count"
+    assert slowest < 20, "a part of the operator's held up a call"
+    assert ended < 60, "a callback that blocks held up the end of the rank"
+
+
+async def _a_session(http: httpx.AsyncClient) -> None:
+    """Play a session of both models; each answer is there though nothing of LiteLLM's is told."""
+    opened = await http.post("/rl/v1/start_session", json={"mode": "eval"})
+    key = {"Authorization": f"Bearer {opened.json()['api_key']}"}
+    for model in ("policy", "planner"):
+        body: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 4}
+        answer = await http.post("/v1/chat/completions", json=body, headers=key)
+        assert answer.status_code == 200, answer.text
+    for request, body in (("set_reward", {"reward": 0.5}), ("finalize", {})):
+        answer = await http.post(f"/rl/v1/{request}", json=body, headers=key)
+        assert answer.status_code == 200, answer.text
+
+
+async def _dropped(http: httpx.AsyncClient) -> float:
+    """Return the number of events that the rank says it has dropped."""
+    name = 'any_agent_litellm_events_total{outcome="dropped",'
+    lines = (await http.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
