@@ -95,8 +95,9 @@ learn: $(DEV) ## check over many seeds that models learn: the demo's, its contro
 
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
 	$(call apt,redis-server,redis-server)
-	@$(RUN) tests/e2e/chaos.py $(ARGS)
-	@$(RUN) -m pytest tests/chaos tests/laws tests/e2e/test_launcher_killed.py --long --timeout 3600 $(PROOFS)
+	@$(RUN) tests/e2e/chaos.py --record $(ARGS)
+	@$(RUN) -m pytest tests/chaos tests/laws tests/e2e/test_launcher_killed.py tests/e2e/test_run_removed.py \
+	  --long --record --timeout 3600 $(PROOFS)
 	@$(RUN) -m pytest tests/chaos --journal redis --timeout 3600 $(PROOFS)
 
 mutants: $(DEV) ## plant fifty faults, one by one, and see that a test turns red for each: tests/mutants.md
@@ -104,7 +105,7 @@ mutants: $(DEV) ## plant fifty faults, one by one, and see that a test turns red
 	@$(RUN) tools/mutants.py $(ARGS)
 
 soak: $(DEV) ## serve and train for hours under faults of every kind: nothing lost, everything flat
-	@$(RUN) tests/e2e/soak.py $(ARGS)
+	@$(RUN) tests/e2e/soak.py --record $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) .venv-clients .venv-sglang build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -24,6 +24,7 @@ NAMES = (
     "router",
     "proxy",
     "journal",
+    "retention",
     "sessions",
     "streams",
     "sdk",

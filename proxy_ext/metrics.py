@@ -375,6 +375,19 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "journal_bytes", "Bytes that the rank's journal takes on disk.", lambda s: s.journal.size()
     ),
     _gauge(
+        "disk_free_bytes",
+        "Bytes free on the disk of the run's folder, and of the journal's where that is another.",
+        lambda s: {(n,): d.free for n, d in s.disks.items() if d.free is not None},
+        "disk",
+    ),
+    _gauge(
+        "disk_full_in_seconds",
+        "Seconds until this disk is full, if it goes on filling as it did in the last hour; +Inf "
+        "if it does not fill up, and in the first ten minutes.",
+        lambda s: {(name,): disk.seconds_left for name, disk in s.disks.items()},
+        "disk",
+    ),
+    _gauge(
         "tree_bytes",
         "Estimated bytes of live sessions' interactions in memory (at most sessions.hot_bytes "
         "and what is in use).",
@@ -393,6 +406,13 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
     ),
     _gauge(
         "archive_bytes", "Bytes that the rank's archives take on disk.", lambda s: s.archive.bytes
+    ),
+    _counter(
+        "archive_removed_sessions",
+        "Sessions whose archives were removed, the oldest first, because all were larger than "
+        "sessions.archive_bytes, or than its default.",
+        lambda s: {(s.archive_limit_kind,): s.archive.removed},
+        "limit",
     ),
 )
 METRICS = tuple(metric for metric, _ in _METRICS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +21,9 @@ from any_agent.engine import RemoteEngine, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StoreUnavailable
 from any_agent.protocol.conversation_key import rank_tag
+from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
+from any_agent.runtime.disk_space import DiskForecast
 from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from any_agent.runtime.open_files import connections_for_descriptors
 from any_agent.types import GenerationHyperparameters, SessionState
@@ -53,6 +56,8 @@ log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _POLL_INTERVAL = 0.25
+_DISK_INTERVAL = 10.0
+_ARCHIVE_SHARE = 0.25  # of the file system, that all archives may take
 
 
 class RankService:
@@ -106,6 +111,7 @@ class RankService:
             about={"experiment": config.experiment, "trial": config.trial},
             keep_seconds=config.sessions.keep_hours * 3600,
             oldest_step=lambda: run.oldest_step,
+            limit=lambda: archive_limit(config, run_dir) / self.quotas.ranks,
         )
         self.endings = SessionEnder(
             sessions, self.rewards, needed=run.may_want, unarchive=self.archive.remove
@@ -159,6 +165,7 @@ class RankService:
         self.auth = Authenticator(sessions, access, self.quotas, litellm)
         self.audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
         self.answers = IdempotencyStore(journal, access.signer)
+        self.disks = _disks(run_dir, rank)
         self.loop_lag = loop_lag_histogram()
         self.replayable = True
         """False if the rank has retired, and no resume needs a session that it has."""
@@ -184,6 +191,10 @@ class RankService:
             await asyncio.to_thread(self.traces.close)
         with suppress(StoreUnavailable):
             await self.sessions.deliveries.flush()
+
+    @property
+    def archive_limit_kind(self) -> str:
+        return "default" if self.config.sessions.archive_bytes is None else "set"
 
     @property
     def unfinished(self) -> int:
@@ -292,6 +303,7 @@ async def open_service(
             sweeper = asyncio.create_task(_sweep(service))
             counter = asyncio.create_task(_reconcile(service))
             archiver = asyncio.create_task(service.archive.run())
+            disks = asyncio.create_task(_watch_disks(service))
             watcher = asyncio.create_task(engine.watch(hung_after=config.engine.hung_after))
             try:
                 async with watch_loop_lag(service.loop_lag):
@@ -301,6 +313,7 @@ async def open_service(
                 counter.cancel()
                 archiver.cancel()
                 watcher.cancel()
+                disks.cancel()
                 await asyncio.wait([archiver, watcher])
                 await service.close()
         finally:
@@ -322,6 +335,21 @@ def _journal_url(config: Config, rank: int) -> str:
         durability=server.journal_durability,
         replicas=server.journal_replicas,
     )
+
+
+def _disks(run_dir: RunDir, rank: int) -> dict[str, DiskForecast]:
+    """Return the forecasts of the disk of the run, and of the journal's, if it is another one."""
+    folders = {"run": run_dir.path, "journal": run_dir.journal(rank).parent}
+    if folders["run"].stat().st_dev == folders["journal"].stat().st_dev:
+        del folders["journal"]
+    return {name: DiskForecast(folder) for name, folder in folders.items()}
+
+
+def archive_limit(config: Config, run_dir: RunDir) -> float:
+    """Return the most bytes of all archives of a run."""
+    if config.sessions.archive_bytes is not None:
+        return config.sessions.archive_bytes
+    return shutil.disk_usage(run_dir.archive).total * _ARCHIVE_SHARE
 
 
 def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:
@@ -376,6 +404,16 @@ async def _reconcile(service: RankService) -> None:
         except Exception:
             log.exception("the quotas' counts could not be compared, which will be tried again")
         await asyncio.sleep(_SWEEP_SECONDS)
+
+
+async def _watch_disks(service: RankService) -> None:
+    """Look at the disks until cancelled."""
+    while True:
+        for disk in service.disks.values():
+            # A folder that is gone ends the service by itself.
+            with suppress(OSError):
+                await asyncio.to_thread(disk.look)
+        await asyncio.sleep(_DISK_INTERVAL)
 
 
 async def _sweep(service: RankService) -> None:

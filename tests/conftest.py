@@ -7,7 +7,7 @@ import shutil
 import signal
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import uvicorn.server
 from hypothesis import settings
+
+from tests.support import results
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -67,9 +69,6 @@ SERVICE_TIMEOUT = 1200
 A promise's own waits add up to less, also on a machine with much else to do: this ends what hangs.
 """
 
-FIGURE = "figure"
-"""Under this name a proof's report brings what it measured."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     # Here and not beside the proofs: pytest asks only the first folders' files for options, and
@@ -78,6 +77,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--long",
         action="store_true",
         help="run the proofs of tests/chaos and the laws of tests/laws in their long form",
+    )
+    parser.addoption(
+        "--record",
+        action="store_true",
+        help="keep what was found for its document: of proofs in tests/results.jsonl, of clients "
+        "in tests/clients/results.json",
     )
     parser.addoption(
         "--journal",
@@ -162,19 +167,40 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0)
 
 
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Say what was measured: shown after the tests, also of a proof that fails."""
+    name = request.node.name
+    # They travel with the test's report, also from another process.
+    said = request.node.user_properties
+    return lambda text: said.append((results.FIGURE, f"{name}: {text}"))
+
+
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    lines = list(_figures(terminalreporter))
+    form = "long" if config.getoption("--long") else "short"
+    found: dict[str, results.Result] = {}
+    for report in _reports(terminalreporter):
+        proof = report.nodeid.partition("::")[0]
+        result = found.setdefault(proof, results.Result(proof, form))
+        result.passed += report.passed and report.when == "call"
+        result.failed += report.failed
+        result.figures += [str(t) for kind, t in report.user_properties if kind == results.FIGURE]
+    lines = [line for result in found.values() for line in result.figures]
     if lines:
-        form = "long" if config.getoption("--long") else "short"
         terminalreporter.section(f"figures of the proofs ({form} form)")
         for line in lines:
             terminalreporter.write_line(line)
+    chosen = config.getoption("keyword") or any("::" in each for each in config.args)
+    whole = not chosen and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if config.getoption("--record") and whole:
+        results.record(r for r in found.values() if r.passed or r.failed)
 
 
-def _figures(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+def _reports(terminalreporter: pytest.TerminalReporter) -> Iterator[pytest.TestReport]:
+    """Yield what tests did, and what failed before or after them."""
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if isinstance(report, pytest.TestReport) and report.when == "call":
-                yield from (str(text) for kind, text in report.user_properties if kind == FIGURE)
+            if isinstance(report, pytest.TestReport) and (report.when == "call" or report.failed):
+                yield report

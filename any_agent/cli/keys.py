@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from functools import partial
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import StartupError
 from any_agent.runtime.command_line import (
-    UNIT_SECONDS,
     add_below,
     add_commands,
     add_trial_arguments,
     columns,
     count,
+    duration,
     option,
     overrides_of,
     positive,
@@ -60,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         )
     option(create, "--new-trial", "the trial may be one that has not been started yet")
     lifetime = "lifetime, like 90s, 12h or 30d (default: unlimited)"
-    option(create, "--expires-in TIME", lifetime, type=_duration)
+    option(create, "--expires-in TIME", lifetime, type=duration)
     add("list", "show every key: id, scope, tenant, state, limits; never the key itself")
     revoke = add("revoke", "revoke a key; a tenant's open sessions go on with their own keys")
     revoke.add_argument("id", metavar="ID", help="the key's id, as `any-agent keys list` shows it")
@@ -72,15 +71,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for parser in below.choices.values():
         # The positional arguments of one command come first.
         add_trial_arguments(parser)
-
-
-def _duration(text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])", text)
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time with its unit, like 90s, 12h or 30d"
-        )
-    return float(match[1]) * UNIT_SECONDS[match[2]]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -128,7 +118,7 @@ def _create(arguments: argparse.Namespace, run_dir: RunDir) -> int:
     else:
         _print_note(f"key {key.id} for {run_dir.path}; it is shown only now and stored nowhere:")
         print(text)
-    started = (run_dir.path / "config.yaml").is_file()
+    started = run_dir.resolved.is_file() or (run_dir.path / "config.yaml").is_file()
     if not started:
         _print_note(
             f"this trial has not been started yet: {run_dir.path.absolute()}; the key is valid for "

@@ -1,4 +1,4 @@
-"""``any-agent sessions``: list, follow, show, abort, veto and delete a service's sessions."""
+"""``any-agent sessions``: list, follow, show, abort, veto, delete or prune sessions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from any_agent.cli import prune
 from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, reason_text, with_client
 from any_agent.errors import (
     AnyAgentError,
@@ -63,7 +64,8 @@ _COLUMNS = (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sessions = commands.add_parser(
         "sessions",
-        help="list, follow, show, abort, veto or delete the sessions of a running service",
+        help="list, follow, show, abort, veto or delete the sessions of a running service; prune "
+        "those of a stopped one",
         epilog=_EPILOG,
     )
     below = add_commands(sessions, "sessions_command")
@@ -98,6 +100,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             text = f"the recorded reason (default: {reason})"
             option(parser, "--reason TEXT", text, default=reason)
         parser.set_defaults(action=_change)
+    prune.add_parser(below)
 
 
 def _add(

@@ -78,6 +78,9 @@ class SessionConfig(Section):
     """Hours after its end that a session's content stays in the journal; content that no checkpoint
     needs then moves to a compressed file of the run's `archive` folder. `any-agent export` reads
     both."""
+    archive_bytes: int | None = Field(None, ge=0)
+    """The most bytes of the run's `archive` folder: beyond them the oldest files are removed, and
+    the log says so. Each rank has an equal share. None: a quarter of the file system."""
 
     @field_validator("reward_weights")
     @classmethod

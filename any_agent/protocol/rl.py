@@ -263,7 +263,8 @@ class _Session(BaseModel):
     group_id: str | None
     tenant: str | None
     content: Literal["stored", "archived", "deleted"]
-    """The place of its texts and tokens."""
+    """The place of its texts and tokens; `deleted`: erased by request, by `any-agent sessions
+    prune`, or with the oldest archives (`sessions.archive_bytes`)."""
     interactions: int
     final_reward: float | None
     step: int | None

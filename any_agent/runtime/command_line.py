@@ -6,6 +6,7 @@ import argparse
 import datetime
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -322,6 +323,16 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of equal lengths as lines, their cells below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def duration(text: str) -> float:
+    """Parse a time with its unit, like 12h, into seconds."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])", text)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time with its unit, like 90s, 12h or 30d"
+        )
+    return float(match[1]) * UNIT_SECONDS[match[2]]
 
 
 def count(most: int, *, least: int = 1) -> Callable[[str], int]:

@@ -1,13 +1,15 @@
-"""Full disks: how an error tells of one, and writes that wait until there is space again."""
+"""Full disks: when one will be, how an error tells of one, and writes that wait for space."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import re
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ _IN_TEXT = re.compile(r"(?:\[Errno |\(os error )(?:{}|{})[\])]".format(*_NUMBERS
 """The same in a message: of libraries in Rust, and of another process."""
 _SPARE = 1 << 20  # bytes that must be free for a start, or another try
 _POLL_INTERVAL = 1.0  # seconds between two looks at the disk; no event tells of space
+_LOOKS, _LEAST_SEEN = 360, 600.0
+"""Looks of a forecast that are kept, an hour's, and the seconds of them that tell of a rate."""
 _MAX_DELAY = 30.0
 """Seconds between two tries where the disk seems to have space, as it does under a quota."""
 
@@ -116,6 +120,34 @@ class DiskSpace:
             if self._stopping:
                 raise DiskWaitEnded(str(wait))
             time.sleep(_POLL_INTERVAL)
+
+
+class DiskForecast:
+    """Tells when a disk will be full, if it goes on filling as it did in the last hour."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_LOOKS)
+        self.free: int | None = None
+        """Bytes that were free at the last look; None before any."""
+        self.seconds_left = math.inf
+        """Infinite for a disk that does not fill up, and in the first ten minutes."""
+
+    def look(self) -> None:
+        """Look at the disk: every ten seconds, in a thread, as it may hang."""
+        self.free = _free(self._folder)
+        now = self._clock()
+        self._seen.append((now, self.free))
+        (began, _), middle = self._seen[0], (self._seen[0][0] + now) / 2
+        if now - began < _LEAST_SEEN:
+            return
+        # The least of each half: what is written and removed again and again, as checkpoints are,
+        # is not growth.
+        before = min(free for at, free in self._seen if at <= middle)
+        after = min(free for at, free in self._seen if at > middle)
+        rate = (before - after) / (now - middle)
+        self.seconds_left = after / rate if rate > 0 else math.inf
 
 
 def _free(folder: Path) -> int:

@@ -1,31 +1,38 @@
-"""Moves sessions that no resume needs from the journal into archives, a bounded batch at a time.
+"""Moves sessions that no resume needs from the journal into archives, a bounded batch at a time,
+and removes the oldest archives beyond a limit.
 
 A batch is in a file, complete and on disk, before one transaction of the journal drops its
 sessions. The journal has the file's name before the file gets it, and that transaction removes the
 name. So a name in the journal means that the file's sessions are still in the journal, and the file
 is removed. Nothing is lost or kept twice, wherever a process is killed.
+
+Of an archive beyond the limit the journal first learns that its sessions' content is gone. So a
+file that is still there after a kill is the oldest one again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from any_agent.errors import AnyAgentError
 from proxy_ext.archive.files import (
+    ArchiveFile,
     ArchiveWriter,
     list_archives,
     remove_file,
     remove_from,
     remove_partial,
+    sessions_in,
 )
 from proxy_ext.archive.records import record_line
-from proxy_ext.journal import ArchiveContent, NumberedRow, PutMeta, Statement
+from proxy_ext.journal import ArchiveContent, EraseContent, Journal, NumberedRow, PutMeta
 from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
@@ -55,14 +62,16 @@ class Archiver:
         about: dict[str, Any],
         keep_seconds: float,
         oldest_step: Callable[[], int | None],
+        limit: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """``about`` is written at the top of each file."""
+        """``about`` is written at the top of each file; ``limit`` returns the most bytes of all."""
         self._sessions = sessions
         self._journal = sessions.journal
         self._folder = folder
         self._about = about
         self._keep = keep_seconds
         self._oldest_step = oldest_step
+        self._limit = limit
         self._unreadable: set[str] = set()
         self._files = asyncio.Lock()
         """A lock for the removal of a session from a file."""
@@ -70,13 +79,17 @@ class Archiver:
         """Number of sessions archived in this trial."""
         self.bytes = 0
         """Size of the files."""
+        self.removed = 0
+        """Number of sessions whose archives were removed for the limit, since this start."""
 
     async def recover(self) -> None:
-        """Load the totals from the journal, and remove the unfinished files of a killed process."""
+        """Learn what there is, and remove the unfinished files of a killed process."""
         totals = await self._journal.meta(_TOTALS) or {}
-        self.sessions, self.bytes = totals.get("sessions", 0), totals.get("bytes", 0)
+        self.sessions = totals.get("sessions", 0)
         remove_partial(self._folder, self._sessions.rank)
         await self._undo_interrupted()
+        files = await asyncio.to_thread(list_archives, self._folder, self._sessions.rank)
+        self.bytes = await asyncio.to_thread(lambda: sum(map(_size, files)))
 
     async def run(self) -> None:
         """Archive sessions, and return free space to the disk, until cancelled."""
@@ -105,6 +118,7 @@ class Archiver:
                 break
             # Half of the time is left to requests.
             await asyncio.sleep(time.monotonic() - began)
+        await self.remove_oldest()
         for _ in range(_MAX_TRIMS):
             if await self._journal.trim() <= _FREE:
                 break
@@ -134,19 +148,40 @@ class Archiver:
         finally:
             await asyncio.to_thread(writer.abandon)
 
-    async def remove(self, session_id: str) -> list[Statement]:
-        """Remove a session, whose lock is held, from the archives.
+    async def remove_oldest(self) -> None:
+        """Remove the oldest archives until the others are within the limit."""
+        limit = await asyncio.to_thread(self._limit)
+        if self.bytes <= limit:
+            return
+        for file in await asyncio.to_thread(list_archives, self._folder, self._sessions.rank):
+            if self.bytes <= limit:
+                break
+            async with self._files:
+                size = await asyncio.to_thread(_size, file)
+                ids = await asyncio.to_thread(sessions_in, file, log.warning)
+                ids = await archived_of(self._journal, ids)
+                await self._journal.commit(EraseContent(tuple(ids)))
+                self._sessions.mark_content(ids, "deleted")
+                await asyncio.to_thread(remove_file, file.path)
+                self.bytes -= size
+            self.removed += len(ids)
+            log.warning(
+                "the archives had more than %d bytes (sessions.archive_bytes): %s is removed with "
+                "its %d sessions, the oldest",
+                limit,
+                file.path.name,
+                len(ids),
+            )
 
-        Return the statements to commit together with its erasure.
-        """
+    async def remove(self, session_id: str) -> None:
+        """Remove a session, whose lock is held, from the archives."""
         number = await self._journal.number(session_id)
         async with self._files:
             for file in list_archives(self._folder, self._sessions.rank):
                 if number is not None and file.first <= number <= file.last:
-                    gone = await asyncio.to_thread(remove_from, file, session_id, log.warning)
+                    gone = await asyncio.to_thread(remove_from, file, {session_id}, log.warning)
                     # Read after the await: a sweep may have added a file meanwhile.
                     self.bytes -= gone
-            return [self._totals()]
 
     async def _batch(self) -> list[NumberedRow]:
         found = await self._journal.ended(
@@ -184,15 +219,12 @@ class Archiver:
         """Move the file to its place, then remove its sessions from the journal."""
         await self._journal.commit(PutMeta(_INTENT, writer.name))
         size = await asyncio.to_thread(writer.finish)
-        self.sessions, self.bytes = self.sessions + len(ids), self.bytes + size
-        try:
-            await self._journal.commit(
-                ArchiveContent(tuple(ids)), PutMeta(_INTENT, None), self._totals()
-            )
-        except BaseException:
-            self.sessions, self.bytes = self.sessions - len(ids), self.bytes - size
-            raise
-        self._sessions.mark_archived(ids)
+        total = {"sessions": self.sessions + len(ids)}
+        await self._journal.commit(
+            ArchiveContent(tuple(ids)), PutMeta(_INTENT, None), PutMeta(_TOTALS, total)
+        )
+        self.sessions, self.bytes = total["sessions"], self.bytes + size
+        self._sessions.mark_content(ids, "archived")
 
     async def _undo_interrupted(self) -> None:
         """Remove a file whose sessions the journal still has."""
@@ -204,5 +236,17 @@ class Archiver:
             await asyncio.to_thread(remove_file, self._folder / name)
             await self._journal.commit(PutMeta(_INTENT, None))
 
-    def _totals(self) -> PutMeta:
-        return PutMeta(_TOTALS, {"sessions": self.sessions, "bytes": self.bytes})
+
+def _size(file: ArchiveFile) -> int:
+    """Return the bytes of a file; 0 for one that the deletion of its last session removed."""
+    return file.path.stat().st_size if file.path.exists() else 0
+
+
+async def archived_of(journal: Journal, ids: Iterable[str]) -> list[str]:
+    """Return the sessions whose content is in an archive.
+
+    Others of these ids may live: where ids are derived (`rollout.deterministic`), an archive of a
+    lost journal has the ids of the next one's sessions.
+    """
+    rows = [await journal.session(id) for id in ids]
+    return [row.id for row in rows if row is not None and row.content == "archived"]

@@ -15,7 +15,7 @@ import mmap
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,8 +115,8 @@ def remove_file(path: Path) -> None:
         fsync(path.parent)
 
 
-def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
-    """Remove a session from a file, and return the bytes saved; 0 if the file does not have it.
+def remove_from(file: ArchiveFile, session_ids: Collection[str], report: Report) -> int:
+    """Remove sessions from a file, and return the bytes saved; 0 if the file has none of them.
 
     Damaged parts are kept as they are, as another tool may still read them.
     """
@@ -124,7 +124,7 @@ def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
     kept, found, others = [], False, False
     for start, end, line in _members(data):
         head = None if line is None else head_of(line)
-        if head is not None and head.session_id == session_id:
+        if head is not None and head.session_id in session_ids:
             found = True
             continue
         if line is None:
@@ -153,6 +153,12 @@ def head_of(line: bytes) -> ArchiveHeader | None:
     return ArchiveHeader(int(match[1]), match[2].decode()) if match else None
 
 
+def sessions_in(file: ArchiveFile, report: Report) -> list[str]:
+    """Return the ids of the readable sessions in a file."""
+    heads = map(head_of, read_lines(file.path, report))
+    return [head.session_id for head in heads if head is not None]
+
+
 def first_session(file: ArchiveFile, report: Report) -> str | None:
     """Return the id of the first readable session in a file."""
     heads = map(head_of, read_lines(file.path, report))
@@ -160,8 +166,15 @@ def first_session(file: ArchiveFile, report: Report) -> str | None:
 
 
 def read_lines(path: Path, report: Report) -> Iterator[bytes]:
-    """Iterate over the lines of a file, the first one included; report and skip damage."""
-    with open(path, "rb") as file:
+    """Iterate over the lines of a file, the first one included; report and skip damage.
+
+    A file that was removed meanwhile has none: its sessions are deleted.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return
+    with file:
         try:
             data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:

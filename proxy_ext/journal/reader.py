@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +103,16 @@ class JournalReader:
         with self._readable():
             row = self._connection.execute(sql, (number,)).fetchone()
         return row is not None and row["content"] == "deleted"
+
+    def content_bytes(self, session_ids: Iterable[str]) -> int:
+        """Return the bytes that the interactions of these sessions take, without indexes."""
+        sql = (
+            "SELECT COALESCE(SUM(LENGTH(data)), 0) AS bytes FROM interactions "
+            "WHERE session_id IN (SELECT value FROM json_each(?))"
+        )
+        with self._readable():
+            ids = orjson.dumps([*session_ids]).decode()
+            return int(self._connection.execute(sql, (ids,)).fetchone()["bytes"])
 
     def newest(self) -> tuple[float, str] | None:
         """Return the end and the id of the latest session that has ended and has calls here."""

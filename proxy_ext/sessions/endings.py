@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ class SessionEnder:
     """Ends sessions of one rank.
 
     ``needed`` returns whether a resume of the training may need a session. ``unarchive`` removes a
-    session, whose lock is held, from the archives, and returns statements to write as well.
+    session, whose lock is held, from the archives.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SessionEnder:
         rewards: RewardBook,
         *,
         needed: Callable[[SessionRow], bool],
-        unarchive: Callable[[str], Awaitable[Iterable[Statement]]],
+        unarchive: Callable[[str], Awaitable[None]],
     ) -> None:
         self._sessions = sessions
         self._rewards = rewards
@@ -238,11 +238,11 @@ class SessionEnder:
             async with self._without_calls(session):
                 empty = InteractionTree()
                 answer = session.info(row, empty)
-                statements: list[Statement] = [set_state(row), EraseContent((row.id,))]
                 if session.row.content == "archived":
                     # Before the write: after a kill in between a repetition finds no archive entry.
-                    statements += await self._unarchive(row.id)
-                await self._sessions.write(session, row, *statements, *keep(answer))
+                    await self._unarchive(row.id)
+                erased = (set_state(row), EraseContent((row.id,)))
+                await self._sessions.write(session, row, *erased, *keep(answer))
                 session.tree = empty
             return answer
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 from weakref import WeakValueDictionary
 
 from any_agent.auth.access import RUN, Caller
@@ -414,12 +414,14 @@ class SessionStore:
         self.lease_index.update_group(group.id)
         await self.wake_pollers()
 
-    def mark_archived(self, session_ids: Iterable[str]) -> None:
-        """Record in memory that an archive has the content of these ended sessions."""
+    def mark_content(
+        self, session_ids: Iterable[str], content: Literal["archived", "deleted"]
+    ) -> None:
+        """Record in memory where the content of these ended sessions is now."""
         for session_id in session_ids:
             session = self._ended.get(session_id)
             if session is not None:
-                session.row = replace(session.row, content="archived")
+                session.row = replace(session.row, content=content)
                 session.unload()
 
     async def wake_pollers(self) -> None:

@@ -13,6 +13,7 @@ from router.dashboard.training import Steps, dull_sessions
 _MISMATCH = 0.01  # nats; the same bound as in docs/reference/metrics.md
 _DULL = 0.5  # share of sessions whose groups scored alike
 _RECENT = 5
+_FULL_SOON = 3600.0  # seconds
 _MIN_SCORED = 20  # sessions since a step that say how the next ones will be
 _OTHER_TASKS = (
     "The tasks are too easy or too hard for this model: mix in others, or grade finer. "
@@ -60,6 +61,7 @@ def alarms_of(
     found = [
         *_of_parts(parts),
         *_of_stores(samples),
+        *_of_disks(samples),
         *_of_waits(parts, slots, waiting),
     ]
     if any(part.name == "trainer" and part.state != "done" for part in parts):
@@ -116,12 +118,41 @@ def _of_stores(samples: Mapping[str, Samples]) -> Iterator[Alarm]:
                 f"{damaged} sessions of {name} were ended because their record was damaged.",
                 "Check the disk of the journals; the log names the sessions.",
             )
+        if removed := int(found.sum("archive_removed_sessions_total", limit="default")):
+            yield Alarm(
+                "warn",
+                f"{removed} archived sessions of {name} were removed, the oldest: archives had a "
+                "quarter of the disk.",
+                "Set sessions.archive_bytes to what you want to keep; any-agent export copies them "
+                "before.",
+            )
         if failures := int(found.sum("train_tracker_failures_total")):
             yield Alarm(
                 "warn",
                 f"A tracker has failed {failures} times.",
                 "It is tried again and gets what it lacks; the trainer's log has the reason.",
             )
+
+
+def _of_disks(samples: Mapping[str, Samples]) -> Iterator[Alarm]:
+    """Tell of each disk once, whichever ranks share it: by the first of those that see it fill."""
+    soon: dict[str, tuple[float, float, list[str]]] = {}
+    for name, found in samples.items():
+        for labels, seconds in found.each("disk_full_in_seconds"):
+            disk, free = labels.get("disk", ""), found.sum("disk_free_bytes", **labels)
+            if seconds < _FULL_SOON:
+                first, least, names = soon.get(disk, (seconds, free, []))
+                soon[disk] = (min(first, seconds), min(least, free), [*names, name])
+    for disk, (seconds, free, names) in soon.items():
+        which = "of the run" if disk == "run" else f"with the journal of {', '.join(names)}"
+        minutes = max(1, round(seconds / 60))
+        yield Alarm(
+            "bad",
+            f"The disk {which} will be full in {minutes} minutes, if it goes on filling as in the "
+            f"last hour: {free / 1e6:,.0f} MB are free.",
+            "Free some space, or keep less: train.keep_checkpoints, sessions.keep_hours, "
+            "sessions.archive_bytes. When it is full writes get 507, and nothing is lost.",
+        )
 
 
 def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> Iterator[Alarm]:

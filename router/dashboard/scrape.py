@@ -13,6 +13,7 @@ _WANTED = re.compile(
     "any_agent_(sessions|slots_.*|calls_running|calls_limit|calls_total|output_tokens_total"
     "|undelivered_answers_total|journal_full|journal_log_away|journal_damaged_total"
     "|opens_refused_total|calls_refused_total|train_disk_full|train_tracker_failures_total"
+    "|disk_free_bytes|disk_full_in_seconds|archive_removed_sessions_total"
     "|train_since_step_sessions|train_since_step_reward_mean)"
 )
 _WINDOW = 60.0  # seconds over which rates are taken

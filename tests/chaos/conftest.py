@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.conftest import FIGURE
 from tests.support.redis_server import JOURNAL, RedisServer
 
 Figure = Callable[[str], None]
@@ -52,12 +51,3 @@ def journal(request: pytest.FixtureRequest, usual_journal: None) -> Iterator[str
 
 def choose_journal(request: pytest.FixtureRequest, kind: str) -> None:
     JOURNAL.server = request.getfixturevalue("journal_server") if kind == "redis" else None
-
-
-@pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Figure:
-    """Say what was measured: shown after the tests, also of a proof that fails."""
-    name = request.node.name
-    # They travel with the test's report, also from another process.
-    said = request.node.user_properties
-    return lambda text: said.append((FIGURE, f"{name}: {text}"))

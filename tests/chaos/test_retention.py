@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import httpx
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError
+from any_agent.rundir.layout import RunDir
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import KillableProxy, engine_in_thread
 from tests.support.proxy import HELLO, until
@@ -133,3 +135,61 @@ async def test_archived_exactly_once_under_kills(
         f"exported once each, 0 lost, 0 twice; {moved} moved to {len(files)} archives; "
         f"{len(agents.deleted)} deleted ones in none"
     )
+
+
+async def test_the_limit_of_archives_loses_only_what_it_says_under_kills(
+    tiny_model_dir: Path, tmp_path: Path, long: bool, figure: Figure
+) -> None:
+    """What is not exported any more is called deleted, and the oldest of all."""
+    kills, limit = 30 if long else 4, 50_000
+    rng = random.Random(8)
+    settings = ("sessions.keep_hours=0", f"sessions.archive_bytes={limit}")
+    run = RunDir(tmp_path / "u" / "e" / "t")
+    with engine_in_thread(tiny_model_dir) as engine:
+        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *NAMES, *settings)
+        try:
+            await asyncio.to_thread(proxy.start)
+            agents = Agents(proxy.url)
+            async with working(agents):
+                for _ in range(kills):
+                    await asyncio.sleep(rng.uniform(0.9, 1.6))
+                    await asyncio.to_thread(proxy.kill)
+                    await asyncio.to_thread(proxy.start)
+
+                async def more_than_fit() -> bool:
+                    return len(agents.finalized) >= 200
+
+                await until(more_than_fit, "sessions")
+
+            async def within() -> bool:
+                sizes = [path.stat().st_size for path in run.archive.iterdir()]
+                return sum(sizes) <= limit and contents(run)["stored"] == 0
+
+            await until(within, "the sweep")
+            lines = await exported(tmp_path)
+        finally:
+            await asyncio.to_thread(proxy.close)
+    kept = [line["session"]["id"] for line in lines]
+    assert len(kept) == len(set(kept))
+    gone = agents.finalized.keys() - set(kept)
+    assert gone
+    assert gone <= contents_of(run, "deleted")
+    there = len(agents.finalized) - len(gone)
+    figure(
+        f"killed {kills} times at a limit of {limit} bytes: of {len(agents.finalized)} "
+        f"acknowledged sessions {len(gone)} removed and called deleted, {there} exported once "
+        "each, 0 missing"
+    )
+
+
+def contents(run: RunDir) -> Counter[str]:
+    """How many ended sessions have their content where."""
+    sql = "SELECT content, COUNT(*) FROM sessions WHERE state <> 'open' GROUP BY content"
+    with closing(sqlite3.connect(run.journal(0))) as journal:
+        return Counter(dict(journal.execute(sql).fetchall()))
+
+
+def contents_of(run: RunDir, content: str) -> set[str]:
+    with closing(sqlite3.connect(run.journal(0))) as journal:
+        rows = journal.execute("SELECT id FROM sessions WHERE content = ?", (content,))
+        return {id for (id,) in rows}

@@ -23,10 +23,6 @@ GENERATE = Path(__file__).resolve().parents[2] / "tools" / "docs" / "generate.py
 _FOUND = pytest.StashKey[Results]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", action="store_true", help="write results.json and its document")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FOUND] = Results()
     config.addinivalue_line(

@@ -35,10 +35,12 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.command_line import say
 from any_agent.types import SessionState
+from tests.support import results
 from tests.support.e2e import audit, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.killing import KINDS, Kill, Killer, schedule, seconds_of
 from tests.support.e2e.ledger import Ledger
+from tests.support.results import Result
 from tests.support.taught_models import copy_model
 
 RANKS = 2
@@ -356,28 +358,35 @@ def failures_after(outcome: Outcome, kind: str) -> int:
     )
 
 
+def record_outcome(proof: str, form: str, outcome: Outcome, figures: list[str]) -> None:
+    """Keep the result, with what was not kept first."""
+    broken = [f"{name}: {len(found)}" for name, found in outcome.problems.items() if found]
+    kept = len(outcome.problems) - len(broken)
+    made = Result(proof, form, kept, len(broken), broken + [text for text in figures if text])
+    results.record([made])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill every kind of process under load.")
     parser.add_argument("--kills", type=int, default=10, help="of each kind (default 10)")
     parser.add_argument("--agents", type=int, default=16, help="at work at once (default 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
+    parser.add_argument("--record", action="store_true", help="keep the result for its document")
     arguments = parser.parse_args()
     limit = 600 + 4 * arguments.kills * 60
     plan = Plan(arguments.kills, arguments.agents, arguments.seed, _STEPS, limit)
-    return judged(lambda root: run_chaos(root, plan, say=say), table, keep=arguments.keep)
-
-
-def judged(
-    run: Callable[[Path], Outcome], table: Callable[[Outcome], list[str]], *, keep: Path | None
-) -> int:
-    """Run in ``keep`` or a temporary folder; print table and verdict, return the exit code."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="any-agent-chaos-") as folder:
-        root = keep or Path(folder)
+        root = arguments.keep or Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        outcome = run(root.absolute())
+        outcome = run_chaos(root.absolute(), plan, say=say)
     print("\n".join(table(outcome)))
+    if arguments.record:
+        away = ", ".join(f"{kind} {seconds_of(outcome.kills, kind)[2]:.1f} s" for kind in KINDS)
+        figures = [outcome.figures.get("load", ""), f"away at most: {away}"]
+        form = f"{arguments.kills} kills of each kind"
+        record_outcome("tests/e2e/chaos.py", form, outcome, figures)
     kept = "every promise was kept" if outcome.good else "FAILED"
     print(f"verdict   {kept} ({time.monotonic() - began:.0f} s)")
     return 0 if outcome.good else 1

@@ -35,7 +35,16 @@ from any_agent.errors import AnyAgentError
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir, published_versions, weights_folder
-from tests.e2e.chaos import RANKS, TOLERANCE, Chaos, Outcome, Plan, beside, chaos_config
+from tests.e2e.chaos import (
+    RANKS,
+    TOLERANCE,
+    Chaos,
+    Outcome,
+    Plan,
+    beside,
+    chaos_config,
+    record_outcome,
+)
 from tests.support.e2e import audit, faults, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.faults import KINDS, Faults, SmallDisk, set_clock, with_small_disks
@@ -60,7 +69,8 @@ def soak_config(root: Path, disk: Path, seed: int, admin_key: str) -> Config:
     plain = chaos_config(root, seed, admin_key).model_dump()
     plain["experiment"] = "soak"
     plain["root"] = disk / "runs"
-    plain["sessions"] |= {"keep_hours": 1 / 60}
+    # Whatever was acknowledged is looked for at the end.
+    plain["sessions"] |= {"keep_hours": 1 / 60, "archive_bytes": 2**40}
     plain["train"] |= {"checkpoint_every": 5, "keep_checkpoints": 2, "keep_weights": 4}
     return Config.model_validate(plain)
 
@@ -241,6 +251,24 @@ def growth(sampler: Sampler) -> list[str]:
     return lines
 
 
+def figures(soak: Soak) -> list[str]:
+    """What the document says of a run: its load, and what grew most."""
+    sampler = soak.sampler
+    if sampler is None or not sampler.disk:
+        return []
+    most = []
+    for kind, bound in BOUNDS.items():
+        judged = (each for each in sampler.trends() if each.judged and each.kind == kind)
+        grown = [each.per_hour for each in judged]
+        most.append(f"{kind} {max(grown, default=0.0) / bound.scale:+.2g} {bound.unit}".rstrip())
+    files = [
+        f"{kind} {end / 2**20:.0f} MB, {each:.0f} bytes a session"
+        for kind, (end, each, _) in sampler.disk_growth().items()
+    ]
+    load = f"{soak.outcome.figures.get('load', '')}, {len(soak.outcome.kills)} faults"
+    return [load, f"an hour at most: {', '.join(most)}", f"at the end: {'; '.join(files)}"]
+
+
 def noticed(outcome: Outcome) -> list[str]:
     answers = [answer for _, _, answer in outcome.ledger.answers()]
     slowest = max((answer.seconds for answer in answers), default=0.0)
@@ -305,6 +333,7 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=12, help="at work at once (default 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
+    parser.add_argument("--record", action="store_true", help="keep the result for its document")
     arguments = parser.parse_args()
     if _SMALL not in os.environ:
         command = with_small_disks([__file__, *sys.argv[1:]])
@@ -325,6 +354,8 @@ def main() -> int:
         print("\n".join(table(soak)))
         if small and not arguments.keep:
             subprocess.run(["umount", "--lazy", str(root / "disk")], check=False)
+    if arguments.record:
+        record_outcome("tests/e2e/soak.py", f"{seconds / 3600:.2g} h", soak.outcome, figures(soak))
     kept = "every promise was kept, and all is flat" if soak.outcome.good else "FAILED"
     print(f"verdict   {kept} ({time.monotonic() - began:.0f} s)")
     return 0 if soak.outcome.good else 1

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,9 +78,15 @@ async def ended(served: Served) -> float:
 
 @pytest.mark.parametrize("how", ["removed", "renamed"])
 async def test_nothing_is_acknowledged_after_it_and_the_service_says_why_it_ends(
-    how: str, tmp_path: Path, tiny_model_dir: Path, request: pytest.FixtureRequest
+    how: str,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    pytestconfig: pytest.Config,
+    figure: Callable[[str], None],
 ) -> None:
-    for number in range(LONG if request.config.getoption("--long") else SHORT):
+    times = LONG if pytestconfig.getoption("--long") else SHORT
+    seconds, after = list[float](), Counter[int]()
+    for number in range(times):
         folder = tmp_path / str(number)
         folder.mkdir()
         arguments = ["--no-train", "--model", str(tiny_model_dir), f"root={folder}/runs"]
@@ -107,7 +113,10 @@ async def test_nothing_is_acknowledged_after_it_and_the_service_says_why_it_ends
             assert not run.path.exists(), [*run.path.rglob("*")]
             if how == "renamed":
                 assert load.finalized <= _finalized_in(RunDir(elsewhere))
-        print(f"{how}: ended after {took:.1f} s; after it {dict(Counter(s for _, s in later))}")
+        seconds.append(took)
+        after.update(status for _, status in later)
+    slowest = max(seconds)
+    figure(f"{how} {times} times: ended within {slowest:.1f} s, answers after it {dict(after)}")
 
 
 def _finalized_in(run: RunDir) -> set[str]:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import FIGURE
 from tests.support.families import family
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.clients import CLIENTS, echo
 from tests.support.laws.talk import Session, Tally
+from tests.support.results import FIGURE
 
 CALLS = 8
 SHORT, LONG = 32, 912

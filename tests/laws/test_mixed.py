@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import FIGURE
 from tests.support.families import family
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.mixed import HABITS, MixedSession
 from tests.support.laws.talk import Tally
+from tests.support.results import FIGURE
 
 CALLS = 8
 SHORT, LONG = 12, 600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,13 @@ from safetensors import SafetensorError
 
 from any_agent.errors import StoreFull, TrainingError
 from any_agent.runtime import disk_space
-from any_agent.runtime.disk_space import DiskSpace, DiskWaitEnded, has_space, is_disk_full
+from any_agent.runtime.disk_space import (
+    DiskForecast,
+    DiskSpace,
+    DiskWaitEnded,
+    has_space,
+    is_disk_full,
+)
 from tests.support.small_disk import small_disk
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -140,3 +147,47 @@ def test_a_real_disk(tmp_path: Path) -> None:
         disk.make_room()
         assert has_space(disk.folder)
     assert has_space(tmp_path / "missing"), "another fault is not a full disk"
+
+
+def forecast(
+    monkeypatch: pytest.MonkeyPatch, free: Callable[[float], float], *, minutes: float
+) -> DiskForecast:
+    """Look every ten seconds at a disk that has ``free(t)`` bytes after t seconds."""
+    now = 0.0
+    monkeypatch.setattr(disk_space, "_free", lambda _: int(free(now)))
+    made = DiskForecast(Path(), clock=lambda: now)
+    while now <= 60 * minutes:
+        made.look()
+        now += 10.0
+    return made
+
+
+@pytest.mark.parametrize("minutes", [11, 60, 200])
+def test_a_disk_that_fills_steadily_tells_when_it_is_full(
+    monkeypatch: pytest.MonkeyPatch, minutes: float
+) -> None:
+    """A gigabyte a minute, of which enough is left for half an hour."""
+    made = forecast(monkeypatch, lambda t: (minutes + 30) * 1e9 - t / 60 * 1e9, minutes=minutes)
+    assert made.seconds_left == pytest.approx(1800, rel=0.05)
+    assert made.free == pytest.approx(30e9, rel=0.01)
+
+
+def test_what_is_written_and_removed_again_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forecast(monkeypatch, lambda t: 20e9 - (t % 300) / 300 * 15e9, minutes=60)
+    assert made.seconds_left == math.inf
+
+
+def test_growth_below_what_comes_and_goes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forecast(monkeypatch, lambda t: 100e9 - t * 1e7 - (t % 300) / 300 * 15e9, minutes=60)
+    # 49 GB are free at the least, of which 10 MB go each second.
+    assert made.seconds_left == pytest.approx(4900, rel=0.1)
+
+
+def test_freed_space_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forecast(monkeypatch, lambda t: 9e9 - t * 2e6 + (t > 1800) * 5e9, minutes=60)
+    assert made.seconds_left == math.inf
+
+
+def test_the_first_minutes_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forecast(monkeypatch, lambda t: 10e9 - t * 1e7, minutes=9)
+    assert (made.seconds_left, made.free) == (math.inf, int(10e9 - 540 * 1e7))

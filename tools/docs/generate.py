@@ -11,7 +11,8 @@ All of them are in docs/reference:
 - http-api.md from the description of the routes that a service answers at /openapi.json;
 - python.md from the docstrings of the public names;
 - compatibility.md from what `make verify SUITES=clients` found;
-- from-areal.md from tools/docs/from_areal.yaml.
+- from-areal.md from tools/docs/from_areal.yaml;
+- in reliability.md the results of the scenarios, from what their runs kept in tests/results.jsonl.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ client_results: Any = importlib.import_module("client_results")
 from_areal: Any = importlib.import_module("from_areal")
 http_api: Any = importlib.import_module("http_api")
 python_api: Any = importlib.import_module("python_api")
+scenario_results: Any = importlib.import_module("scenario_results")
 session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "reference" / "configuration.md"
@@ -118,6 +120,7 @@ sum(rate(any_agent_interactions_total{continuation=~"exact\\|branch"}[5m]))` |
 | do the session counters balance? (0 for yes) | \
 `sum(any_agent_sessions_created_total) - sum(any_agent_sessions)` |
 | is a part missing? | `any_agent_up == 0` |
+| is a disk full within an hour? | `any_agent_disk_full_in_seconds < 3600` |
 | do engine and trainer disagree? | `any_agent_train_logprob_mismatch_fresh > 0.01` |
 """
 METRICS_PARTS = {
@@ -175,6 +178,7 @@ def main() -> int:
         FROM_AREAL_TARGET: from_areal.render(),
         HTTP_API_TARGET: http_api.render(),
         PYTHON_API_TARGET: python_api.render(),
+        scenario_results.TARGET: scenario_results.render(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:

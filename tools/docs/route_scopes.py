@@ -118,7 +118,8 @@ has the number of missing ones (`suppressed`), so that a flood does not displace
 `any_agent_keys_refused_total` counts all refusals. Lines are written concurrently with the
 requests, so a line of the last moment may be lost with its process, and
 `any_agent_audit_lines_lost_total` counts lines that the disk refused. A new key's line in
-`keys.jsonl` is on disk before the key works.
+`keys.jsonl` is on disk before the key works, and a line of `any-agent sessions prune --apply` in
+`prune.jsonl` before anything is removed.
 """
 
 

@@ -67,7 +67,7 @@ def _line(each: NumberedRow) -> SessionLine:
         **public_fields(row),
         number=each.number,
         interactions=each.interactions,
-        rewards_given=None if row.content == "archived" else each.rewards_given,
+        rewards_given=each.rewards_given if row.content == "stored" else each.rewards_given or None,
         reward=sum(rewards) if rewards else None,
     )
 

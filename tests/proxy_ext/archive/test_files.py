@@ -191,13 +191,13 @@ def test_a_session_is_taken_out_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, 1, 2, 3, text="secret")
     (file,) = list_archives(tmp_path, 0)
     before = path.stat().st_size
-    assert remove_from(file, "s9", pytest.fail) == 0
+    assert remove_from(file, {"s9"}, pytest.fail) == 0
     assert path.stat().st_size == before
-    gone = remove_from(file, "s2", pytest.fail)
+    gone = remove_from(file, {"s2"}, pytest.fail)
     assert path.stat().st_size == before - gone
     assert numbers(list(read_lines(path, pytest.fail))) == [None, 1, 3]
     for number in (1, 3):
-        remove_from(file, f"s{number}", pytest.fail)
+        remove_from(file, {f"s{number}"}, pytest.fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,6 +208,6 @@ def test_taking_one_out_keeps_what_is_damaged(tmp_path: Path) -> None:
     data[-20] ^= 0x55
     path.write_bytes(data)
     reports: list[str] = []
-    assert remove_from(file, "s1", reports.append) > 0
+    assert remove_from(file, {"s1"}, reports.append) > 0
     assert len(reports) == 1
     assert path.read_bytes().endswith(bytes(data[-40:]))

@@ -327,8 +327,8 @@ class Rank:
         return self.sessions.groups.all()
 
 
-async def _nothing_archived(_: str) -> tuple[Statement, ...]:
-    return ()
+async def _nothing_archived(_: str) -> None:
+    pass
 
 
 STEPS = [

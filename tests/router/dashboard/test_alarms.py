@@ -75,6 +75,16 @@ def test_what_concerns_training_is_no_alarm_where_nothing_is_trained() -> None:
             "2 sessions",
             "disk",
         ),
+        (
+            {
+                "samples": {
+                    "rank-0": Samples('any_agent_archive_removed_sessions_total{limit="default"} 9')
+                }
+            },
+            "warn",
+            "9 archived sessions",
+            "sessions.archive_bytes",
+        ),
     ],
 )
 def test_faults(changed: dict[str, Any], level: str, what: str, do: str) -> None:
@@ -116,3 +126,42 @@ def test_the_worst_comes_first() -> None:
     found = alarms(waiting="waiting for x", parts=[Part("trainer", "away")], slots={"waiting": 2})
     assert [alarm.level for alarm in found] == ["bad", "bad", "warn"]
     assert "2 opens wait" in found[1].what
+
+
+def disk(rank: int, disk: str, seconds: str, free: float) -> Samples:
+    labels = f'{{disk="{disk}",rank="{rank}"}}'
+    full = f"any_agent_disk_full_in_seconds{labels} {seconds}"
+    return Samples(f"{full}\nany_agent_disk_free_bytes{labels} {free}")
+
+
+def test_a_disk_that_is_full_within_an_hour_is_told_once_for_all_who_share_it() -> None:
+    (found,) = alarms(
+        samples={
+            "rank-0": disk(0, "run", "3000.0", 3.2e9),
+            "rank-1": disk(1, "run", "1800.0", 3.1e9),
+            "rank-2": disk(2, "run", "3601.0", 3.1e9),
+        }
+    )
+    assert found.level == "bad"
+    for text in ("The disk of the run", "30 minutes", "3,100 MB"):
+        assert text in found.what
+    assert "sessions.archive_bytes" in found.do
+
+
+def test_a_disk_of_journals_names_the_ranks_whose_it_is() -> None:
+    (found,) = alarms(
+        samples={
+            "rank-0": disk(0, "journal", "20.0", 1e6),
+            "rank-1": disk(1, "journal", "+Inf", 9e9),
+        }
+    )
+    assert "journal of rank-0 will be full in 1 minutes" in found.what
+
+
+def test_archives_at_a_limit_that_was_set_are_no_alarm() -> None:
+    found = Samples('any_agent_archive_removed_sessions_total{limit="set"} 9')
+    assert alarms(samples={"rank-0": found}) == []
+
+
+def test_a_disk_that_does_not_fill_up_is_no_alarm() -> None:
+    assert alarms(samples={"rank-0": disk(0, "run", "+Inf", 0)}) == []
