@@ -79,6 +79,18 @@ def test_without_a_trainable_interaction_a_session_is_untrainable() -> None:
     assert advantages(batch) == [0.5, -0.5]
 
 
+def test_an_answer_that_was_discarded_is_not_trained_on_and_does_not_count() -> None:
+    """Of two answers to one request the agent went on from one."""
+    first = interaction("first", session="s")
+    kept, other = (interaction(id, "first", session="s") for id in ("kept", "other"))
+    last = interaction("last", "kept", session="s")
+    other.message_delta, other.reward = kept.message_delta, 100.0
+    tree = Trajectory("s", "g", [first, kept, other, last], final_reward=1.0)
+    batch = batch_of([tree, session("bad", 0.0)])
+    assert batch.trained == ["s", "bad"] and len(batch.rows) == 3 + 1
+    assert batch.scores == [1.0, 0.0]
+
+
 def test_with_old_tokens_only_a_session_is_stale_and_still_in_the_baseline() -> None:
     old = session("old", 4.0, version=0)
     fresh = [session("good", 1.0, version=3), session("bad", 1.0, version=3)]
