@@ -51,10 +51,11 @@ async def test_the_model_that_came_of_it(
 ) -> None:
     """A trial's folder with a checkpoint, as training leaves it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANY_AGENT_USER", "me")
     trial = save_trial(Path("runs"), {(1, 1): tiny_model_dir}, base=tiny_model_dir)
     assert trial.path == tmp_path / "runs/me/exp/one"
     (tmp_path / "runs/me/exp/one").rename(tmp_path / "runs/me/first")
-    (tmp_path / "runs/me/exp").rename(tmp_path / "runs/me/sums")
-    (tmp_path / "runs/me/first").rename(tmp_path / "runs/me/sums/first")
+    (tmp_path / "runs/me/exp").rename(tmp_path / "runs/me/arithmetic")
+    (tmp_path / "runs/me/first").rename(tmp_path / "runs/me/arithmetic/first")
     await run(name)
     assert capsys.readouterr().out.endswith("\n")
