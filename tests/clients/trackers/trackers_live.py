@@ -93,6 +93,11 @@ class Run:
 
     def read(self) -> dict[str, Any]:
         """The one run that the tracker has."""
+        (run,) = self.runs()
+        return run
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The runs that the tracker has; it may store the first one a moment later."""
         done = subprocess.run(
             self._command("read_back", self.tracker, str(self.folder)),
             env=self.environment,
@@ -101,8 +106,7 @@ class Run:
             timeout=LIMIT,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        (run,) = json.loads(done.stdout.splitlines()[-1])["runs"]
-        return dict(run)
+        return list(json.loads(done.stdout.splitlines()[-1])["runs"])
 
     def _command(self, program: str, *arguments: str) -> list[str]:
         return [str(self.python), "-m", f"tests.clients.trackers.{program}", *arguments]
@@ -153,7 +157,7 @@ def test_a_killed_trainers_steps_are_neither_lost_nor_doubled(run: Run) -> None:
             eventually(lambda: run.sent == 3, LIMIT)
         elif run.tracker == "trackio":
             # It writes twice a second.
-            eventually(lambda: len(run.read()["points"]["train/reward"]) == 3, LIMIT)
+            eventually(lambda: [len(rewards(one["points"])) for one in run.runs()] == [3], LIMIT)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(LIMIT)

@@ -372,6 +372,17 @@ async def test_a_session_expires(proxy: Proxy) -> None:
     assert (info["state"], info["reason"]) == ("expired", "its ttl ran out")
 
 
+async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Proxy) -> None:
+    """Its end waits for answers that are being recorded, and a new call must not prolong that."""
+    opened = await proxy.open(mode="eval")
+    session = proxy.service.sessions.live[opened["session_id"]]
+    session.closing = True
+    response = await proxy.call(opened["api_key"])
+    assert (response.status_code, response.json()["error"]["code"]) == (410, "session_closed")
+    session.closing = False
+    assert (await proxy.call(opened["api_key"])).status_code == 200
+
+
 async def test_a_ttl_over_the_runs_is_cut(start: Start) -> None:
     proxy = await start("sessions.ttl=100")
     assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
