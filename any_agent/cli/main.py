@@ -5,7 +5,6 @@ Each module of a command has ``add_parser``, and imports what it needs when it r
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from any_agent import __version__
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: arguments.run(arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = CommandParser(
         prog="any-agent",
         description="Makes any OpenAI-compatible agent trainable by reinforcement learning.",

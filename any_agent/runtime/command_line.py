@@ -63,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: CommandParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse like ``parser.parse_args``, but let a list of arguments continue after an option.
 
     argparse ends the list at the option, and its parse_intermixed_args does not support

@@ -24,7 +24,7 @@ from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, fsync, make_folder
-from any_agent.runtime.command_line import columns, guarded, overrides_of, parse
+from any_agent.runtime.command_line import CommandParser, columns, guarded, overrides_of, parse
 from any_agent.types import SessionState
 from proxy_ext.archive.archiver import archived_of
 from proxy_ext.archive.files import ArchiveFile, list_archives, read_lines, remove_from
@@ -240,7 +240,7 @@ def _size(number: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="any-agent sessions prune")
+    parser = CommandParser(prog="any-agent sessions prune")
     add_prune_arguments(parser)
     arguments = parse(parser, argv)
     return guarded(lambda: prune(arguments))

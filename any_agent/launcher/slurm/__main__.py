@@ -42,6 +42,7 @@ from any_agent.launcher.trial import (
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.command_line import (
+    CommandParser,
     add_service_arguments,
     guarded,
     overrides_of,
@@ -74,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _run(parse(_parser(), arguments), arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m any_agent.launcher.slurm",
         description="Serve and train one run on the nodes of a Slurm job; outside of one, submit "
         "it. The settings cluster.* describe the nodes; with cluster.redis=true others carry on "
