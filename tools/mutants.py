@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def try_out(mutant: Mutant, copies: queue.Queue[Path]) -> Outcome:
 
 
 @contextmanager
-def planted(path: Path, mutant: Mutant) -> Any:
+def planted(path: Path, mutant: Mutant) -> Iterator[None]:
     """Change a file for the time of the context."""
     sound, stat = path.read_bytes(), path.stat()
     path.write_text(sound.decode().replace(mutant.old, mutant.new), encoding="utf-8")

@@ -93,6 +93,15 @@ async def archived(url: str) -> int:
     return int(float(line.rpartition(" ")[2]))
 
 
+async def killed(proxy: KillableProxy, kills: int, rng: random.Random) -> None:
+    """Kill and start a proxy so often, while it archives."""
+    for _ in range(kills):
+        # Sweeps begin a second after a start.
+        await asyncio.sleep(rng.uniform(0.9, 1.6))
+        await asyncio.to_thread(proxy.kill)
+        await asyncio.to_thread(proxy.start)
+
+
 async def test_archived_exactly_once_under_kills(
     tiny_model_dir: Path, tmp_path: Path, long: bool, figure: Figure
 ) -> None:
@@ -104,11 +113,7 @@ async def test_archived_exactly_once_under_kills(
             await asyncio.to_thread(proxy.start)
             agents = Agents(proxy.url)
             async with working(agents):
-                for _ in range(kills):
-                    # Sweeps begin a second after a start.
-                    await asyncio.sleep(rng.uniform(0.9, 1.6))
-                    await asyncio.to_thread(proxy.kill)
-                    await asyncio.to_thread(proxy.start)
+                await killed(proxy, kills, rng)
                 await exported(tmp_path)
             wanted = min(len(agents.finalized) // 2, 500)
 
@@ -140,7 +145,7 @@ async def test_archived_exactly_once_under_kills(
 async def test_the_limit_of_archives_loses_only_what_it_says_under_kills(
     tiny_model_dir: Path, tmp_path: Path, long: bool, figure: Figure
 ) -> None:
-    """What is not exported any more is called deleted, and the oldest of all."""
+    """A session that is not exported any more is called deleted, and is older than the others."""
     kills, limit = 30 if long else 4, 50_000
     rng = random.Random(8)
     settings = ("sessions.keep_hours=0", f"sessions.archive_bytes={limit}")
@@ -151,10 +156,7 @@ async def test_the_limit_of_archives_loses_only_what_it_says_under_kills(
             await asyncio.to_thread(proxy.start)
             agents = Agents(proxy.url)
             async with working(agents):
-                for _ in range(kills):
-                    await asyncio.sleep(rng.uniform(0.9, 1.6))
-                    await asyncio.to_thread(proxy.kill)
-                    await asyncio.to_thread(proxy.start)
+                await killed(proxy, kills, rng)
 
                 async def more_than_fit() -> bool:
                     return len(agents.finalized) >= 200

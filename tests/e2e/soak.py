@@ -252,7 +252,7 @@ def growth(sampler: Sampler) -> list[str]:
 
 
 def figures(soak: Soak) -> list[str]:
-    """What the document says of a run: its load, and what grew most."""
+    """Return the figures of a run for the document: its load, and what grew most."""
     sampler = soak.sampler
     if sampler is None or not sampler.disk:
         return []

@@ -28,7 +28,7 @@ _NOT_CODE = ("tests/results.jsonl", "tests/flaky.jsonl", "docs/reference/reliabi
 
 @dataclass(slots=True)
 class Result:
-    """What one run of one file of proofs has shown."""
+    """The outcome of one run of one file of proofs."""
 
     proof: str
     """The file."""
@@ -37,7 +37,7 @@ class Result:
     passed: int = 0
     failed: int = 0
     figures: list[str] = field(default_factory=list)
-    """What it measured; the first ones are kept."""
+    """Its measurements in words; the first ones are kept."""
 
 
 def record(results: Iterable[Result]) -> None:

@@ -80,7 +80,7 @@ def test_without_a_trainable_interaction_a_session_is_untrainable() -> None:
 
 
 def test_an_answer_that_was_discarded_is_not_trained_on_and_does_not_count() -> None:
-    """Of two answers to one request the agent went on from one."""
+    """The agent went on from one of two answers to one request."""
     first = interaction("first", session="s")
     kept, other = (interaction(id, "first", session="s") for id in ("kept", "other"))
     last = interaction("last", "kept", session="s")

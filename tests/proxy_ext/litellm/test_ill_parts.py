@@ -1,4 +1,4 @@
-"""What the operator's own parts may do: callbacks that block or raise, and a Redis that is gone."""
+"""Parts of the operator's that fail: callbacks that block or raise, and a Redis that is gone."""
 
 from __future__ import annotations
 
