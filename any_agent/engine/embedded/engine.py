@@ -62,11 +62,13 @@ class Generation:
     async def progress(self) -> tuple[int, FinishReason | None]:
         """Wait for progress; return the number of readable output tokens, and the end if it came.
 
+        An end that was returned before is returned again, at once: nothing comes after it.
         Raises the request's error: EngineUnavailable, or that of its grammar
         (:attr:`~any_agent.engine.embedded.grammar.GrammarState.error`). Cancelling the wait does
         not cancel the request; :meth:`close` does.
         """
-        await self._changed.wait()
+        if self._finish is None:
+            await self._changed.wait()
         self._changed.clear()
         if self._finish is not None and self._finish.error is not None:
             raise self._finish.error

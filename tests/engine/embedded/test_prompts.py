@@ -53,6 +53,13 @@ async def test_a_group_is_computed_once(loaded: LoadedModel) -> None:
         assert cleared.request.cached_tokens == 0
 
 
+async def test_an_end_that_was_read_is_not_waited_for_again(engine: EmbeddedEngine) -> None:
+    generation = engine.submit(request("r", prompt(7), max_new_tokens=1))
+    end = await asyncio.wait_for(generation.finished(), LIMIT)
+    assert await asyncio.wait_for(generation.finished(), LIMIT) is end
+    assert await asyncio.wait_for(generation.progress(), LIMIT) == (1, end)
+
+
 async def test_one_token_of_a_group(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
     """The request that was computed may end with the token that it joined with."""
     await engine.pause("in_place")
