@@ -40,6 +40,8 @@ class RankApp(EntryMiddleware):
         self.waiting: Counter[str] = Counter()
         """Number of groups that each workflow waits for, by its owner."""
         self._engine = CrossLoopEngine(self._run_engine, lambda: self.service.engine.version)
+        self.session_cache = SessionCache(lambda: self.service.sessions.live)
+        """A live view of the sessions that were not handed over yet."""
 
     def refuse(self, error: ConfigError) -> None:
         """Note the error of a configuration that cannot be used."""
@@ -69,11 +71,6 @@ class RankApp(EntryMiddleware):
         It is there before the app runs; its calls raise ServiceUnavailable until then.
         """
         return self._engine
-
-    @property
-    def session_cache(self) -> SessionCache:
-        """A live view of the sessions that were not handed over yet."""
-        return SessionCache(self.service.sessions.live)
 
     async def load(self, session_id: str) -> None:
         """Load a session's completions into memory, where they stay for a while; NotFound."""
@@ -130,19 +127,22 @@ class RankApp(EntryMiddleware):
 
 
 class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):
-    """A read-only view of a rank's sessions, by id: their completions, by id."""
+    """A read-only view of a rank's sessions, by id: their completions, by id.
 
-    def __init__(self, live: Mapping[str, RecordedSession]) -> None:
+    ServiceUnavailable while the app is not running.
+    """
+
+    def __init__(self, live: Callable[[], Mapping[str, RecordedSession]]) -> None:
         self._live = live
 
     def __getitem__(self, session_id: str) -> Mapping[str, CompletionWithTokenLogpReward]:
-        session = self._live[session_id]
+        session = self._live()[session_id]
         if session.state not in _VISIBLE:
             raise KeyError(session_id)
         return Completions(session)
 
     def __iter__(self) -> Iterator[str]:
-        return (s.id for s in list(self._live.values()) if s.state in _VISIBLE)
+        return (s.id for s in list(self._live().values()) if s.state in _VISIBLE)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -92,9 +92,13 @@ def load_proxy(path: str) -> Any:
     litellm.user_url_validation = True
     proxy_server.general_settings["disable_model_info_refresh"] = True
     quieten()
-    app = proxy_server.app
+    close_to_browsers(proxy_server.app)
+    return proxy_server.app
+
+
+def close_to_browsers(app: Any) -> None:
+    """Leave out the middlewares that open LiteLLM's app to pages of other origins."""
     app.user_middleware[:] = [m for m in app.user_middleware if m.cls.__name__ not in _NOT_SERVED]
-    return app
 
 
 def adopt(path: str, policy: frozenset[str], *, ranks: int) -> None:

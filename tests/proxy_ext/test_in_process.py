@@ -288,7 +288,7 @@ async def test_an_app_that_does_not_run_is_told_as_that(start: Start) -> None:
     with fails_with(ServiceUnavailable, "not running"):
         await app.engine.agenerate(ModelRequest(input_ids=[1]))
     with fails_with(ServiceUnavailable, "not running"):
-        _ = app.session_cache
+        list(app.session_cache)
     with fails_with(ServiceUnavailable, "not running"):
         await ProxyWorkflow(app).arun_episode(None, None)
     proxy = await start()
