@@ -36,9 +36,7 @@ def extend(
 
     Raises ConfigError for another app, and for one that is extended already or serves.
     """
-    from litellm.proxy import proxy_server
-
-    if app is not proxy_server.app:
+    if not litellm_proxy.is_litellms(app):
         raise ConfigError(
             "extend takes LiteLLM's own app: from litellm.proxy.proxy_server import app; for an "
             "app without LiteLLM use proxy_ext.app.create_app"

@@ -96,6 +96,13 @@ def load_proxy(path: str) -> Any:
     return proxy_server.app
 
 
+def is_litellms(app: Any) -> bool:
+    """Return whether this is LiteLLM's own app."""
+    from litellm.proxy import proxy_server
+
+    return app is proxy_server.app
+
+
 def close_to_browsers(app: Any) -> None:
     """Leave out the middlewares that open LiteLLM's app to pages of other origins."""
     app.user_middleware[:] = [m for m in app.user_middleware if m.cls.__name__ not in _NOT_SERVED]

@@ -17,7 +17,7 @@ from typing import TypeVar
 import httpx
 import yaml
 
-START = 120.0
+START = 240.0
 T = TypeVar("T")
 
 
