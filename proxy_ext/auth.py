@@ -9,12 +9,7 @@ from starlette.requests import Request
 from any_agent import keys
 from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
-from any_agent.keys import (
-    JUDGE_KEY_PREFIX,
-    KEY_PREFIXES,
-    LANE_KEY_PREFIXES,
-    SESSION_KEY_PREFIX,
-)
+from any_agent.keys import KEY_PREFIXES, SESSION_KEY_PREFIX
 from proxy_ext.litellm_app import ConfiguredLiteLLMApp
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, no_session
@@ -22,8 +17,6 @@ from proxy_ext.web.quotas import TenantQuotas
 
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
 _CALLER_SCOPE_KEY = "any_agent.caller"
-_VIRTUAL_SCOPE_KEY = "any_agent.virtual_key"
-"""The caller of a request whose key LiteLLM has judged."""
 _COUNTED_SCOPE_KEY = "any_agent.counted"
 SESSIONS_SCOPE_KEY = "any_agent.sessions"
 """Ids of the sessions that a request concerns, for the audit log."""
@@ -51,24 +44,30 @@ class Authenticator:
         self._litellm = litellm
         self.access = access
 
-    async def identify(self, request: Request) -> None:
-        """Have LiteLLM judge a key that is none of the service's; others are for `caller`.
+    async def admit(self, request: Request) -> Caller:
+        """Return the sender of a request at its door, and count the request if it is a tenant's.
 
-        Raises LiteLLM's refusal.
+        LiteLLM judges a key that is none of the service's. Raises its refusal, Unauthenticated for
+        a key that is not valid here, and TooManyRequests beyond the tenant's quota.
         """
-        if self._litellm is None or PREFIX_SCOPE_KEY in request.scope:
-            return
-        key = bearer_of(request)
+        if self._litellm is not None and PREFIX_SCOPE_KEY not in request.scope:
+            virtual = await self._virtual_caller(bearer_of(request))
+            if virtual is not None:
+                request.scope[_CALLER_SCOPE_KEY] = virtual
+        caller = self.caller(request)
+        await self._count(request, caller.tenant)
+        return caller
+
+    async def _virtual_caller(self, key: str) -> Caller | None:
+        """Return the holder of one of LiteLLM's keys; None for a key of the service's."""
+        assert self._litellm is not None
         if key.startswith(KEY_PREFIXES) or self.access.knows(key):
-            return
+            return None
         key_hash = await self._litellm.hash_of_key(key)
-        if key_hash is not None:
-            request.scope[_VIRTUAL_SCOPE_KEY] = Caller(
-                Scope.TENANT,
-                f"LiteLLM key {key_hash[:8]}",
-                tenant=key_hash,
-                identity=f"LiteLLM key {key_hash}",
-            )
+        if key_hash is None:
+            return None
+        who, whole = f"LiteLLM key {key_hash[:8]}", f"LiteLLM key {key_hash}"
+        return Caller(Scope.TENANT, who, tenant=key_hash, identity=whole)
 
     def caller(self, request: Request) -> Caller:
         """Return the sender of a request; Unauthenticated for a key that is not valid here."""
@@ -77,15 +76,6 @@ class Authenticator:
             known = request.scope[_CALLER_SCOPE_KEY] = self._caller(request)
         return known
 
-    async def admit(self, request: Request) -> Caller:
-        """Return the sender of a request, and count the request if it is a tenant's.
-
-        TooManyRequests beyond the tenant's quota.
-        """
-        caller = self.caller(request)
-        await self._count(request, caller.tenant)
-        return caller
-
     async def _count(self, request: Request, tenant: str | None) -> None:
         """Count a request once."""
         if tenant is not None and _COUNTED_SCOPE_KEY not in request.scope:
@@ -93,9 +83,6 @@ class Authenticator:
             await self._quotas.charge_request(tenant)
 
     def _caller(self, request: Request) -> Caller:
-        virtual: Caller | None = request.scope.get(_VIRTUAL_SCOPE_KEY)
-        if virtual is not None:
-            return virtual
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         if prefix is None:
             return self.access.caller(bearer_of(request))
@@ -132,7 +119,7 @@ class Authenticator:
             raise Unauthenticated(_NO_SESSION, code="no_session")
         own = None
         if caller.scope in (Scope.SESSION, Scope.JUDGE):
-            own = await self._own(request)
+            own = await self._own(request, caller)
             self._require_no_other(request, own)
             # Only now is the tenant known.
             await self._count(request, own.row.tenant)
@@ -155,10 +142,11 @@ class Authenticator:
         elif request.headers.get(SESSION_HEADER) not in (None, "", named):
             raise SessionMismatch(_DIFFERENT)
 
-    async def _own(self, request: Request) -> RecordedSession:
+    async def _own(self, request: Request, caller: Caller) -> RecordedSession:
         """Return the session of the caller's own key or path prefix."""
-        prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
-        return await self._find(bearer_of(request) if prefix is None else prefix)
+        if caller.lane is None:
+            return await self._sessions.by_id(request.scope[PREFIX_SCOPE_KEY])
+        return await self._by_lane(caller.lane)
 
     def _require_no_other(self, request: Request, own: RecordedSession) -> None:
         """Raise SessionMismatch if a prefix and a genuine session key mean different sessions.
@@ -179,7 +167,10 @@ class Authenticator:
         if own is not None and name == own.id:
             return own
         if name.startswith(SESSION_KEY_PREFIX):
-            session = await self._find(name)
+            lane = self.access.signer.verify(name)
+            if lane is None:
+                raise Unauthenticated(_NOT_VALID)
+            session = await self._by_lane(lane.id)
             if own is not None and session.row.lane != own.row.lane:
                 raise SessionMismatch(_DIFFERENT)
             if not is_callers(session, caller):
@@ -191,21 +182,16 @@ class Authenticator:
                 "there is no session of that name; check the key or id", code="session_not_found"
             )
         with suppress(NotFound):
-            session = await self._find(name)
+            session = await self._sessions.by_id(name)
             if is_callers(session, caller) if own is None else session.row.lane == own.row.lane:
                 return session
         if own is not None and request.path_params.get("session_id") != name:
             raise SessionMismatch(_DIFFERENT)
         raise no_session(name)
 
-    async def _find(self, name: str) -> RecordedSession:
-        """Return a session by its key or id; Unauthenticated or NotFound if there is none."""
-        if not name.startswith(LANE_KEY_PREFIXES):
-            return await self._sessions.by_id(name)
-        judge = name.startswith(JUDGE_KEY_PREFIX)
-        prefix = JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX
-        lane = self.access.signer.verify(name, prefix)
-        session = await self._sessions.by_lane(lane.id) if lane is not None else None
+    async def _by_lane(self, lane: str) -> RecordedSession:
+        """Return a lane's newest session; Unauthenticated without one."""
+        session = await self._sessions.by_lane(lane)
         if session is None:
             raise Unauthenticated(_NOT_VALID)
         return session

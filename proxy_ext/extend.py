@@ -10,7 +10,7 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError
 from proxy_ext import litellm_proxy
 from proxy_ext.app import create_app
-from proxy_ext.in_process import RankApp
+from proxy_ext.in_process import RankApp, SessionCache
 from proxy_ext.service import load_chat
 
 _OURS = ("engine", "session_cache", "waiting", "lease", "ack", "give_back", "admit", "load")
@@ -41,7 +41,7 @@ def extend(
             "extend takes LiteLLM's own app: from litellm.proxy.proxy_server import app; for an "
             "app without LiteLLM use proxy_ext.app.create_app"
         )
-    if any(middleware.cls is _InFront for middleware in app.user_middleware):
+    if isinstance(getattr(app, "session_cache", None), SessionCache):
         raise ConfigError("LiteLLM's app is extended already: there is one in a process")
     if app.middleware_stack is not None:
         raise ConfigError("LiteLLM's app serves already: extend it before uvicorn runs it")

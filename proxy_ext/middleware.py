@@ -159,7 +159,6 @@ class EntryMiddleware:
     async def _authorize(self, request: Request, rule: RouteRule, reservation: Reservation) -> None:
         # A route that needs no key is open to a request with a wrong one.
         if KeyScope.NONE not in rule.scopes:
-            await self._auth().identify(request)
             caller = await self._auth().admit(request)
             authorize(rule.scopes, caller)
             if caller.scope in (KeyScope.SESSION, KeyScope.JUDGE, KeyScope.TENANT):

@@ -45,6 +45,8 @@ class Caller:
     tenant: str | None = None
     identity: str = ""
     """An identity that is unique to one key: "admin", or the id of a key or a lane."""
+    lane: str | None = None
+    """The lane whose newest session the key means, of a session's or a judge's key."""
 
 
 ANYONE = Caller(Scope.ADMIN, "anyone", identity="anyone")
@@ -148,12 +150,13 @@ class Access:
             if lane is None:
                 placeholder = bearer == PLACEHOLDER_SESSION
                 raise Unauthenticated(_PLACEHOLDER if placeholder else _INVALID_SESSION_KEY)
-            return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}")
+            return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}", lane=lane.id)
         if bearer.startswith(JUDGE_KEY_PREFIX):
             lane = self.signer.verify(bearer, JUDGE_KEY_PREFIX)
             if lane is None:
                 raise Unauthenticated(_INVALID_KEY)
-            return Caller(Scope.JUDGE, "judge", identity=f"judge of lane {lane.id}")
+            identity = f"judge of lane {lane.id}"
+            return Caller(Scope.JUDGE, "judge", identity=identity, lane=lane.id)
         if bearer.startswith(KEPT_PREFIXES):
             return self._stored_caller(bearer)
         if self.open_mode:

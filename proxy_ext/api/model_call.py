@@ -46,7 +46,7 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     call = ModelCall(service, request, api)
     if service.calls.full:
         # First of all: what is refused for want of a slot must cost next to nothing.
-        service.calls.require_slot(_known_owner(service, request))
+        service.calls.require_slot(_known_owner(service, call.caller))
     await call.authorize()
     # A body takes no slot while it is on its way.
     service.calls.require_slot(call.owner)
@@ -54,7 +54,7 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     if await service.frozen.is_named_by(call.body):
         # A frozen model's call uses nothing of the engine.
         response = await service.frozen.answer(
-            request, api, call.body, call.session, call.tenant, service.auth.caller(request)
+            request, api, call.body, call.session, call.tenant, call.caller
         )
     else:
         service.frozen.policy.count_call(call.body)
@@ -79,10 +79,9 @@ def _with_deployment(body: Any, request: Request) -> Any:
     return {**body, "model": model}
 
 
-def _known_owner(service: RankService, request: Request) -> CallOwner:
+def _known_owner(service: RankService, caller: Caller) -> CallOwner:
     """Return a call's owner as far as its key tells it, without a look at the journal."""
-    caller = service.auth.caller(request)
-    session = service.sessions.live_by_lane(caller.identity.removeprefix("lane "))
+    session = service.sessions.live_by_lane(caller.lane) if caller.lane is not None else None
     if session is None:
         return CallOwner(None, caller.tenant)
     return CallOwner(session.id, session.row.tenant)
@@ -96,6 +95,7 @@ class ModelCall:
         self.tenant: str | None = None
         """The tenant that the call is charged to."""
         self.body: Any = None
+        self.caller = service.auth.caller(request)
         self._service = service
         self._request = request
         self._api = api
@@ -114,7 +114,7 @@ class ModelCall:
             self.session.require_open()
             self.tenant = self.session.row.tenant
         else:
-            caller = service.auth.caller(request)
+            caller = self.caller
             if service.run.state == "training" and not service.implicit.accepts(caller):
                 given = "its key is no session's" if bearer_of(request) else "it came without a key"
                 raise Unauthenticated(
@@ -127,9 +127,8 @@ class ModelCall:
 
     async def start(self, slot: CallSlot) -> tuple[ParsedRequest, Listener]:
         """Check the call, and start it or join it again."""
-        caller = self._service.auth.caller(self._request)
-        if self.session is None and self._service.implicit.accepts(caller):
-            return await self._start_in_implicit_session(slot, caller)
+        if self.session is None and self._service.implicit.accepts(self.caller):
+            return await self._start_in_implicit_session(slot, self.caller)
         return await self._start(slot)
 
     async def _start_in_implicit_session(
@@ -228,8 +227,9 @@ class ModelCall:
                     if not isinstance(item, Delta):
                         answers[item.index] = item.interaction
                 in_order = [answers[k] for k in sorted(answers)]
-                encoder = self._encoder(parsed, listener)
-                headers = self._headers(parsed, listener, in_order)
+                version = version_of(in_order, self._service.run.version)
+                encoder = parsed.answer(listener.call.head, version)
+                headers = self._headers(parsed, listener, in_order, version)
                 body = await encode_whole(encoder, parsed.call, in_order)
                 await client.poll()
             response = Response(body, headers=headers, media_type="application/json")
@@ -245,7 +245,9 @@ class ModelCall:
         try:
             async with ClientConnection(self._request, on_leave=listener.disconnect):
                 first = await within_hold(listener.next())
-            headers = self._headers(parsed, listener, list(listener.call.recorded.values()))
+            recorded = list(listener.call.recorded.values())
+            version = version_of(recorded, self._service.run.version)
+            headers = self._headers(parsed, listener, recorded, version)
         except BaseException:
             await self._service.calls.release(listener)
             raise
@@ -263,13 +265,13 @@ class ModelCall:
         return parsed.answer(listener.call.head, version_of(recorded, self._service.run.version))
 
     def _headers(
-        self, parsed: ParsedRequest, listener: Listener, answers: list[Interaction]
+        self, parsed: ParsedRequest, listener: Listener, answers: list[Interaction], version: int
     ) -> dict[str, str]:
         session = listener.call.session
         return headers_of(
             parsed.call,
             listener.call.head,
-            version_of(answers, self._service.run.version),
+            version,
             session.id if session is not None else None,
             train=session is not None and session.mode is SessionMode.TRAIN,
             answers=answers,

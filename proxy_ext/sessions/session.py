@@ -65,6 +65,8 @@ class RecordedSession:
     """A session in memory, with its tree and its calls under way. All times are monotonic."""
 
     row: SessionRow
+    id: str = field(init=False)
+    mode: SessionMode = field(init=False)
     idle_timeout: float = math.inf
     """Seconds without a call, a reward or a heartbeat after which the session expires."""
     opened: float = 0.0
@@ -87,16 +89,9 @@ class RecordedSession:
     """The session is being ended: new calls are refused, running recordings are awaited."""
 
     def __post_init__(self) -> None:
+        self.id, self.mode = self.row.id, SessionMode(self.row.mode)
         if self.opened == 0.0:
             self.opened = time.monotonic() - session_age(self.row)
-
-    @property
-    def id(self) -> str:
-        return self.row.id
-
-    @property
-    def mode(self) -> SessionMode:
-        return SessionMode(self.row.mode)
 
     @property
     def state(self) -> SessionState:
