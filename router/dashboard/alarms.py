@@ -175,27 +175,18 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
 
 
 def _of_training(steps: Steps, since_step: Mapping[str, Any]) -> Iterator[Alarm]:
-    last = steps.last
-    dull, scored = since_step["dull"], since_step["sessions"]
-    since = f"step {last['step']}" if last else "the start"
+    # The last steps and what came since: at one step's sessions alone the alarm would go on and off.
+    left, trained = dull_sessions(steps.steps[-_RECENT - 1 :])
+    dull, scored = left + since_step["dull"], left + trained + since_step["sessions"]
     if scored >= _MIN_SCORED and dull / scored > _DULL:
         yield Alarm(
             "warn",
-            f"Since {since}, {dull} of {scored} sessions taught nothing: all of their group scored "
+            f"{dull} of the last {scored} sessions taught nothing: all of their group scored "
             "alike.",
             _OTHER_TASKS,
         )
-    if last is None:
-        return
-    yield from _of_mismatch(steps.steps[-_RECENT:])
-    left, trained = dull_sessions(steps.steps[-_RECENT - 1 :])
-    if scored < _MIN_SCORED and left and left / (left + trained) > _DULL:
-        yield Alarm(
-            "warn",
-            f"Up to step {last['step']}, {left} of the last {left + trained} sessions taught "
-            "nothing: all of their group scored alike.",
-            _OTHER_TASKS,
-        )
+    if steps.last is not None:
+        yield from _of_mismatch(steps.steps[-_RECENT:])
 
 
 def _of_mismatch(steps: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
