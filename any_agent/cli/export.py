@@ -79,21 +79,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         default="jsonl",
         help="what to write (default jsonl), see below",
     )
-    rank = count(999_999, least=0)
-    add("--rank N", "only this rank's sessions (repeatable)", type=rank, action="append")
-    add(
-        "--state STATE",
-        f"only sessions in this state (repeatable): {', '.join(_STATES)}",
-        action="append",
-        choices=_STATES,
-    )
-    add("--task ID", "only sessions of this task_id")
-    add(
-        "--since TIME",
-        "only sessions opened since this time: 2026-01-31, 2026-01-31T12:00, or an age like 90m, "
-        "12h, 7d; a time without a zone is local",
-        type=moment,
-    )
+    add_session_filters(parser)
     parser.add_argument(
         "--style",
         choices=("individual", "concat", "messages"),
@@ -111,6 +97,26 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--margin X", "least difference of a pair's scores: preferences", type=number)
     add("--out FILE", "the file or folder to write (default: -, standard output)", default="-")
     add_trial_arguments(parser)
+
+
+def add_session_filters(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose among a trial's sessions."""
+    add = partial(option, parser)
+    rank = count(999_999, least=0)
+    add("--rank N", "only this rank's sessions (repeatable)", type=rank, action="append")
+    add(
+        "--state STATE",
+        f"only sessions in this state (repeatable): {', '.join(_STATES)}",
+        action="append",
+        choices=_STATES,
+    )
+    add("--task ID", "only sessions of this task_id")
+    add(
+        "--since TIME",
+        "only sessions opened since this time: 2026-01-31, 2026-01-31T12:00, or an age like 90m, "
+        "12h, 7d; a time without a zone is local",
+        type=moment,
+    )
 
 
 def _run(_: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from any_agent.cli import (
     keys,
     model,
     ranks,
+    regrade,
     replay,
     run,
     serve,
@@ -27,7 +28,7 @@ from any_agent.cli import (
 from any_agent.runtime.command_line import WORDS, CommandParser, add_commands, guarded, parse
 
 _COMMANDS = (
-    *(demo, model, serve, run, doctor, status, sessions, replay, eval, export, sft),
+    *(demo, model, serve, run, doctor, status, sessions, replay, regrade, eval, export, sft),
     *(keys, ranks, completion),
 )
 

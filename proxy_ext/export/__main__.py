@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import heapq
 import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
-from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
-from any_agent.config import load_config
 from any_agent.errors import AnyAgentError, ConfigError, NotFound, StartupError, Unprocessable
-from any_agent.runtime.command_line import CommandParser, overrides_of, parse
+from any_agent.runtime.command_line import CommandParser, parse
 from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord, read_record
 from proxy_ext.export.choice import Groups, is_candidate, score_of
@@ -27,12 +23,11 @@ from proxy_ext.export.preferences import (
     conversation_of,
     preference,
 )
-from proxy_ext.export.reader import SessionRecord, credited, ranks_of, read_rank, row_line, rows
+from proxy_ext.export.reader import RunSessions, SessionRecord, credited, row_line, rows
 from proxy_ext.export.tables import dataset_folder, parquet_table
 from proxy_ext.journal.reader import ExportFilter
 
 _READER_LEFT = 141  # exit code that a shell reports for a program that SIGPIPE ended
-_PROGRESS_INTERVAL = 2.0
 _STYLES = {"parquet": "individual", "hf": "individual", "sft": "concat"}
 """The styles of the formats that have rows, by default."""
 _OPTIONS = {"best": ("sft", "preferences"), "min_reward": ("sft",), "margin": ("preferences",)}
@@ -49,21 +44,8 @@ class Exporter:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._style = _style_of(arguments)
-        config = load_config(arguments.config, overrides_of(arguments))
-        self._dir = run_dir_of(config)
-        saved = self._dir.path / "config.yaml"
-        # Read only if needed: whoever names the folder and the discount needs no readable settings.
-        needed = self._dir.journals is None or arguments.discount is None
-        last = load_config(saved, environ={}) if needed and saved.is_file() else config
-        if self._dir.journals is None:
-            # The journals lie where the run's last start kept them.
-            self._dir = run_dir_of(config.model_copy(update={"server": last.server}))
-        self._discount = float(
-            last.train.discount if arguments.discount is None else arguments.discount
-        )
-        self._wanted = ExportFilter(arguments.state or (), arguments.task, arguments.since)
-        self._ranks = self._chosen_ranks(arguments.rank)
-        self._progress_shown = time.monotonic()
+        self._run = RunSessions.of(arguments, arguments.discount)
+        self._discount = self._run.discount
         self.sessions = self.archived = self.lines = self.problems = 0
         self.left_out: Counter[str] = Counter()
 
@@ -85,7 +67,7 @@ class Exporter:
             elif style is not None:
                 self._write_rows(lambda row: out.write(row_line(row)))
             else:
-                for found in self._records(self.report, self._wanted):
+                for found in self._run.records(self.report):
                     out.write(found.line)
                     self._count(found)
 
@@ -179,23 +161,10 @@ class Exporter:
     def _read(self, *, again: bool = False) -> Iterator[tuple[SessionRecord, ArchiveRecord]]:
         """Iterate over the sessions; ``again``: in whatever state, problems are known already."""
         report: Report = _nowhere if again else self.report
-        for found in self._records(report, ExportFilter() if again else self._wanted):
+        for found in self._run.records(report, ExportFilter() if again else None):
             record = self._try(found, read_record, found.line, report)
             if record is not None:
                 yield found, record
-
-    def _records(self, report: Report, wanted: ExportFilter) -> Iterator[SessionRecord]:
-        """Iterate over the sessions of all ranks in the order of creation; show the progress."""
-        each = [
-            read_rank(self._dir.journal(rank), self._dir.archive, rank, wanted, report)
-            for rank in self._ranks
-        ]
-        merged = heapq.merge(*each, key=lambda found: found.created_at)
-        for number, found in enumerate(merged, 1):
-            yield found
-            if time.monotonic() - self._progress_shown > _PROGRESS_INTERVAL:
-                self._progress_shown = time.monotonic()
-                print(f"{number} sessions read so far", file=sys.stderr)
 
     def _try(
         self, found: SessionRecord, make: Callable[[A], T], value: A, report: Report | None = None
@@ -211,14 +180,6 @@ class Exporter:
         self.sessions += 1
         self.archived += found.archived
         self.lines += lines
-
-    def _chosen_ranks(self, wanted: list[int] | None) -> list[int]:
-        ranks = ranks_of(self._dir)
-        if missing := set(wanted or ()) - set(ranks):
-            raise ConfigError(
-                f"there is no rank {min(missing)} in {self._dir.path}; choose among {ranks}"
-            )
-        return sorted(set(wanted)) if wanted else ranks
 
 
 def _nowhere(_: str) -> None:

@@ -5,9 +5,12 @@ A running service does not wait for the reader, which finds what is archived mea
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import re
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from any_agent.auth.access import run_dir_of
+from any_agent.config import load_config
 from any_agent.errors import ConfigError
 from any_agent.record import (
     InteractionTree,
@@ -24,10 +29,12 @@ from any_agent.record import (
     propagate_rewards,
 )
 from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir
+from any_agent.runtime.command_line import overrides_of
 from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, Report, first_session, list_archives
 from proxy_ext.archive.records import ArchiveRecord, read_record, record_line
 from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
 
+_PROGRESS_INTERVAL = 2.0
 _RANK = re.compile(rf"rank-(\d+)({re.escape(JOURNAL_SUFFIX)}|-.*\.jsonl\.gz)")
 
 
@@ -39,6 +46,63 @@ class SessionRecord(NamedTuple):
     line: bytes
     """The session as in :mod:`proxy_ext.archive.records`."""
     archived: bool
+
+
+class RunSessions:
+    """The sessions of a run's ranks, as far as somebody wants them."""
+
+    def __init__(
+        self, run_dir: RunDir, ranks: list[int], wanted: ExportFilter, discount: float
+    ) -> None:
+        self.dir = run_dir
+        self.discount = discount
+        """The discount of rewards per turn."""
+        self._ranks = ranks
+        self._wanted = wanted
+        self._progress_shown = time.monotonic()
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, discount: float | None = None) -> RunSessions:
+        """Return the sessions that a command line names; raises as :func:`ranks_of`.
+
+        ``discount``: None for the run's own.
+        """
+        config = load_config(arguments.config, overrides_of(arguments))
+        run_dir = run_dir_of(config)
+        saved = run_dir.path / "config.yaml"
+        # Read only if needed: whoever names the folder and the discount needs no readable settings.
+        needed = run_dir.journals is None or discount is None
+        last = load_config(saved, environ={}) if needed and saved.is_file() else config
+        if run_dir.journals is None:
+            # The journals lie where the run's last start kept them.
+            run_dir = run_dir_of(config.model_copy(update={"server": last.server}))
+        ranks = ranks_of(run_dir)
+        if missing := set(arguments.rank or ()) - set(ranks):
+            raise ConfigError(
+                f"there is no rank {min(missing)} in {run_dir.path}; choose among {ranks}"
+            )
+        chosen = sorted(set(arguments.rank)) if arguments.rank else ranks
+        wanted = ExportFilter(arguments.state or (), arguments.task, arguments.since)
+        return cls(run_dir, chosen, wanted, last.train.discount if discount is None else discount)
+
+    def records(
+        self, report: Report, wanted: ExportFilter | None = None
+    ) -> Iterator[SessionRecord]:
+        """Iterate over the sessions in the order of creation; show the progress.
+
+        ``wanted``: others than those of the command line. Raises as :func:`read_rank`.
+        """
+        wanted = wanted or self._wanted
+        each = [
+            read_rank(self.dir.journal(rank), self.dir.archive, rank, wanted, report)
+            for rank in self._ranks
+        ]
+        merged = heapq.merge(*each, key=lambda found: found.created_at)
+        for number, found in enumerate(merged, 1):
+            yield found
+            if time.monotonic() - self._progress_shown > _PROGRESS_INTERVAL:
+                self._progress_shown = time.monotonic()
+                print(f"{number} sessions read so far", file=sys.stderr)
 
 
 def ranks_of(run_dir: RunDir) -> list[int]:

@@ -16,6 +16,7 @@ import orjson
 from any_agent.config import SECRET_VARIABLES, SessionConfig
 from any_agent.errors import ConfigError, Conflict
 from any_agent.protocol.rl import as_reward
+from any_agent.record import InteractionTree
 from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
 from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, WorkerTimeout
@@ -32,21 +33,30 @@ class GraderFailed(Exception):
 
 
 def graded_session(session: RecordedSession, *, deltas: bool = False) -> dict[str, Any]:
-    """Return a loaded session as graders get it: a dict of plain values.
+    """Return a loaded session as graders get it, see :func:`graded`."""
+    row = session.row
+    about = {name: getattr(row, name) for name in ("id", "mode", "task_id", "metadata")}
+    return graded(about, session.tree, deltas=deltas)
+
+
+def graded(
+    about: Mapping[str, Any], tree: InteractionTree, *, deltas: bool = False
+) -> dict[str, Any]:
+    """Return a session as graders get it: a dict of plain values.
 
     Each interaction has its answer, ``output_message``, and its conversation, ``messages``; with
-    ``deltas`` only the messages that it adds to its parent, ``message_delta``.
+    ``deltas`` only the messages that it adds to its parent, ``message_delta``. ``about`` has the
+    session's id, mode, task_id and metadata.
     """
-    tree, row = session.tree, session.row
 
     def messages(i: Interaction) -> dict[str, Any]:
         return {"message_delta": i.message_delta} if deltas else {"messages": tree.messages(i.id)}
 
     return {
-        "session_id": row.id,
-        "mode": str(row.mode),
-        "task_id": row.task_id,
-        "metadata": row.metadata,
+        "session_id": about["id"],
+        "mode": str(about["mode"]),
+        "task_id": about["task_id"],
+        "metadata": about["metadata"],
         "interactions": [
             {
                 "id": i.id,
@@ -88,13 +98,13 @@ class Grader:
     It takes the result of :func:`graded_session` and returns a number, or several by name.
     """
 
-    def __init__(self, name: str, *, timeout: float) -> None:
+    def __init__(self, name: str, *, timeout: float, workers: int = _WORKERS) -> None:
         self.name = name
         self._timeout = timeout
-        self.free = asyncio.Semaphore(_WORKERS)
+        self.free = asyncio.Semaphore(workers)
         """Idle workers. A caller acquires one before it grades: so the time-out counts the grader's
         time alone, and a session is read only when its turn has come."""
-        self._pool = WorkerPool(_WORKERS, secrets=SECRET_VARIABLES)
+        self._pool = WorkerPool(workers, secrets=SECRET_VARIABLES)
 
     async def check(self) -> None:
         """Raise GraderFailed if there is no such function, or if importing it takes too long."""

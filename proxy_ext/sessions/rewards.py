@@ -56,6 +56,16 @@ def parts_of(
     return {name: value}
 
 
+def combined(parts: Parts, weights: Mapping[str, float]) -> float:
+    """Return the reward that parts add up to, by the weights of their names, if there are any."""
+    total = parts.get(None, 0.0)
+    for name in sorted(n for n in parts if n is not None):
+        # A name that is not configured any more has no weight.
+        weight = weights.get(name, 0.0) if weights else 1.0
+        total += weight * parts[name]
+    return total
+
+
 def is_agent(row: SessionRow, caller: Caller) -> bool:
     """Return whether a caller counts as the agent of a session that others reward.
 
@@ -174,7 +184,7 @@ class RewardBook:
         known, _, _ = await self._parts(session, None)
         if not known:
             # Set before histories were kept, or its history is archived.
-            return self._combined(parts) == before
+            return combined(parts, self._weights) == before
         return all(known.get(name) == value for name, value in parts.items())
 
     def count_given(self, statements: Iterable[SetReward]) -> None:
@@ -238,12 +248,12 @@ class RewardBook:
             raise Unprocessable(
                 f"a reward may have at most {_MAX_NAMES} names", code="too_many_reward_names"
             )
-        combined = self._combined(known)
+        total = combined(known, self._weights)
         at = time.time()
         return [
-            SetReward(session.id, interaction_id, name, value, by, at, combined)
+            SetReward(session.id, interaction_id, name, value, by, at, total)
             for name, value in parts.items()
-        ], combined
+        ], total
 
     async def _parts(
         self, session: RecordedSession, interaction_id: str | None, by: str | None = None
@@ -275,14 +285,6 @@ class RewardBook:
                 code="unknown_reward_name",
                 param=unknown,
             )
-
-    def _combined(self, parts: Parts) -> float:
-        total = parts.get(None, 0.0)
-        for name in sorted(n for n in parts if n is not None):
-            # A name that is not configured any more has no weight.
-            weight = self._weights.get(name, 0.0) if self._weights else 1.0
-            total += weight * parts[name]
-        return total
 
 
 def _rewarded_interaction(session: RecordedSession, wanted: str | None) -> Interaction:

@@ -1,0 +1,141 @@
+"""`any-agent regrade`: recorded sessions graded by another function, and both rewards compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from proxy_ext.export.regrade import Regraded, summary_of
+from tests.support.archives import Rank, settings_of
+
+GRADERS = """
+import os, time
+
+def said(session):
+    return session["interactions"][-1]["output_message"]["content"]
+
+def counted(session):
+    with open("graded.txt", "a") as file:
+        file.write(session["session_id"] + "\\n")
+    return float(len(said(session)))
+
+def by_name(session):
+    assert session["interactions"][0]["messages"] == [{"role": "user", "content": "How long?"}]
+    return {"length": len(said(session)), "polite": 0.5}
+
+def ill(session):
+    match said(session):
+        case "a": raise ValueError("no a")
+        case "bb": return float("nan")
+        case "ccc": os._exit(3)
+        case "dddd": time.sleep(60)
+    return 1.0
+
+not_a_function = 7
+"""
+
+
+async def recorded(rank: Rank, **sessions: tuple[str, float | None]) -> None:
+    for id, (answer, reward) in sessions.items():
+        await rank.add_turns(id, ("How long?", answer), reward=reward, task_id="t", group_id="g")
+
+
+def regrade(rank: Rank, grader: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command beside a module of graders."""
+    folder = rank.folder.parent
+    (folder / "my_graders.py").write_text(GRADERS)
+    root = next(p for p in rank.folder.parents if (p / "u").exists())
+    command = [sys.executable, "-m", "any_agent.cli", "regrade", grader, *arguments]
+    return subprocess.run(
+        [*command, *settings_of(root)], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+def lines_of(rank: Rank) -> dict[str, dict[str, Any]]:
+    head, *lines = (rank.folder.parent / "regraded.jsonl").read_text().splitlines()
+    assert "regraded_by" in json.loads(head)
+    return {line["session_id"]: line for line in map(json.loads, lines)}
+
+
+async def test_each_session_has_its_old_and_its_new_reward(rank: Rank) -> None:
+    await recorded(rank, s1=("a", 3.0), s2=("bb", 2.0), s3=("ccc", 1.0), s4=("dddd", None))
+    await rank.add("archived")
+    await rank.archive.sweep()
+    assert rank.files
+    done = regrade(rank, "my_graders:counted", "--json")
+    assert done.returncode == 0, done.stderr
+    found = lines_of(rank)
+    assert found.pop("archived")["old"] == 2.0
+    assert {id: (line["old"], line["new"]) for id, line in found.items()} == {
+        **{"s1": (3.0, 1.0), "s2": (2.0, 2.0), "s3": (1.0, 3.0), "s4": (None, 4.0)}
+    }
+    figures = json.loads(done.stdout)
+    assert (figures["sessions"], figures["with_both"], figures["problems"]) == (5, 4, 0)
+    assert (figures["pairs"], figures["flipped_pairs"]) == (3, 3)
+
+
+async def test_an_interrupted_run_goes_on_where_it_was(rank: Rank) -> None:
+    await recorded(rank, s1=("a", 3.0), s2=("bb", 2.0), s3=("ccc", 1.0))
+    assert regrade(rank, "my_graders.counted", "--workers", "1").returncode == 0
+    path, log = rank.folder.parent / "regraded.jsonl", rank.folder.parent / "graded.txt"
+    whole = path.read_text()
+    first = json.loads(whole.splitlines()[1])["session_id"]
+    # As a kill leaves it: one line and a part of another.
+    path.write_text("\n".join(whole.splitlines()[:2]) + '\n{"session_id": "s')
+    log.unlink()
+    done = regrade(rank, "my_graders.counted")
+    assert done.returncode == 0 and "1 of them by an earlier run" in done.stdout
+    assert sorted(log.read_text().split()) == sorted({"s1", "s2", "s3"} - {first})
+    assert sorted(path.read_text().splitlines()) == sorted(whole.splitlines())
+    other = regrade(rank, "my_graders.by_name")
+    assert other.returncode == 2 and "--out" in other.stderr
+    assert sorted(path.read_text().splitlines()) == sorted(whole.splitlines())
+
+
+async def test_parts_by_name_add_up_and_all_is_told_of_what_fails(rank: Rank) -> None:
+    await recorded(rank, s1=("a", 3.0), s2=("bb", 2.0), s3=("ccc", 1.0), s4=("dddd", 0.0))
+    await recorded(rank, s5=("eeeee", 0.0))
+    await rank.add_turns("s6", ("How long?", {"reasoning_content": "Hm."}), task_id="t")
+    done = regrade(rank, "my_graders.ill", "--timeout", "2", "--out", "ill.jsonl")
+    assert done.returncode == 1
+    path = rank.folder.parent / "ill.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    problems = {line["session_id"]: line["problem"] for line in lines}
+    reasons = ("no a", "nan", "exit code 3", "more than 2 s")
+    for number, reason in enumerate(reasons, 1):
+        assert reason in problems[f"s{number}"], problems
+    assert problems["s5"] is None and "store_content" in problems["s6"]
+    # What failed is graded again, by the same function: here all but s6 had no reason to.
+    named = regrade(rank, "my_graders.by_name")
+    assert named.returncode == 1, named.stderr
+    found = lines_of(rank)
+    assert found["s2"]["rewards"] == {"length": 2, "polite": 0.5} and found["s2"]["new"] == 2.5
+
+
+@pytest.mark.parametrize("grader", ["my_graders.nothing", "nowhere.f", "my_graders.not_a_function"])
+async def test_a_grader_that_is_none_is_refused_before_anything_is_read(
+    rank: Rank, grader: str
+) -> None:
+    await recorded(rank, s1=("a", 3.0))
+    done = regrade(rank, grader)
+    assert done.returncode == 2 and grader in done.stderr and "Traceback" not in done.stderr
+    assert not (rank.folder.parent / "regraded.jsonl").exists()
+
+
+def test_the_summary_counts_ties_flips_and_groups_that_teach() -> None:
+    given = [("a", "g", 0.0, 1.0), ("b", "g", 1.0, 1.0), ("c", "h", 0.5, 0.0), ("d", "h", 0.5, 1.0)]
+    figures = summary_of([Regraded(*one) for one in (*given, ("e", "i", None, 1.0))])
+    assert (figures["groups"], figures["groups_alike_before"], figures["groups_alike_after"]) == (
+        *(2, 1, 1),
+    )
+    assert (figures["pairs"], figures["flipped_pairs"], figures["changed"]) == (1, 0, 3)
+    assert (figures["old_mean"], figures["new_mean"]) == (0.5, 0.75)
+    assert figures["most_changed"][0] == {"session_id": "a", "old": 0.0, "new": 1.0}
+    assert summary_of([])["rank_correlation"] is None
+    turned = summary_of([Regraded(str(k), "g", float(k), -float(k)) for k in range(4)])
+    assert turned["rank_correlation"] == pytest.approx(-1.0)
+    assert (turned["pairs"], turned["flipped_pairs"]) == (6, 6)
