@@ -175,7 +175,7 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
 
 
 def _of_training(steps: Steps, since_step: Mapping[str, Any]) -> Iterator[Alarm]:
-    # The last steps and what came since: at one step's sessions alone the alarm would go on and off.
+    # The last steps, too: by the sessions since one the alarm would go on and off.
     left, trained = dull_sessions(steps.steps[-_RECENT - 1 :])
     dull, scored = left + since_step["dull"], left + trained + since_step["sessions"]
     if scored >= _MIN_SCORED and dull / scored > _DULL:
