@@ -1,4 +1,4 @@
-"""Opening sessions: slots, the queue, groups, lanes, time."""
+"""Opening sessions: slots, the queue, groups, lanes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import RunFinished
 from any_agent.types import SessionState
-from proxy_ext.journal import Statement
+from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, noticed_hang_up, signer, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import abort, awaiting, finalize, hold_commits, info
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -27,31 +28,33 @@ async def waiting(proxy: Proxy, slots: int) -> None:
     await until(lambda: proxy.service.sessions.admission.waiting == slots)
 
 
-async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> dict[str, Any]:
-    response = await proxy.http.post("/rl/v1/start_session", json=fields)
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert error["code"] == code
-    return error
+async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
+    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
 
 
-async def test_what_an_open_answers(proxy: Proxy) -> None:
+async def slots(proxy: Proxy) -> tuple[int, int, int]:
+    now = await proxy.capacity()
+    return now["admitted"], now["reserved"], now["running"]
+
+
+async def test_what_an_open_answers(start: Start) -> None:
+    proxy = await start("sessions.ttl=100")
     session = await proxy.open(task_id="task", mode="eval", ttl=60, metadata={"a": [1]})
     assert session["session_id"].startswith("ses-0-")
     assert session["api_key"].startswith("sk-v1.0.")
     assert session["base_url"] == f"{proxy.url}/v1"
     assert (session["mode"], session["version"], session["task_id"]) == ("eval", 0, "task")
     assert session["expires_in"] == pytest.approx(60, abs=1)
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert info["state"] == "open"
+    assert (await info(proxy, session))["state"] == "open"
     (listed,) = (await proxy.http.get("/rl/v1/sessions")).json()
     assert listed["session_id"] == session["session_id"]
+    # A ttl over the run's is cut.
+    assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
 
 async def test_the_limit_is_of_sessions_ever_admitted(start: Start) -> None:
     proxy = await start()
-    error = await refused(proxy, 429, "no_capacity")
-    assert "wait" in error["message"]
+    await refused(proxy, 429, "no_capacity")
     for _ in range(3):  # a repeated message changes nothing
         await proxy.admit(2)
     await proxy.finished_session()
@@ -67,42 +70,30 @@ async def test_the_limit_is_of_sessions_ever_admitted(start: Start) -> None:
     now = await proxy.admit(1)  # below what there is: nobody is thrown out
     assert (now["admitted"], now["running"]) == (3, 1)
     await refused(proxy, 429, "no_capacity")
-
-
-async def test_a_limit_lapses_when_its_setter_is_silent(start: Start) -> None:
-    proxy = await start()
-    body = {"limit": 5, "ttl": 0.05, "owner": "t"}
-    await proxy.http.put("/rl/v1/capacity", json=body)
-    await until(lambda: proxy.service.sessions.admission.limit == 0)
+    # It lapses when its setter is silent.
+    await proxy.admit(9, ttl=0.05)
+    await until(lambda: not proxy.service.sessions.admission.limited)
     await refused(proxy, 429, "no_capacity")
 
 
 async def test_opens_wait_in_the_order_of_asking(start: Start) -> None:
-    proxy = await start()
+    proxy = await start("sessions.max_waiting=4")
     opens = []
-    for k in range(3):
+    for k in range(4):
         opens.append(start_waiting(proxy, metadata={"k": k}))
         await waiting(proxy, k + 1)
+    await refused(proxy, 429, "no_capacity", wait=10)
+    # One that leaves frees its place.
+    opens.pop(1).cancel()
+    await waiting(proxy, 3)
     assert (await proxy.capacity())["waiting"] == 3
     for k, task in enumerate(opens):
         await proxy.admit(k + 1)
         assert (await task).status_code == 200
         await waiting(proxy, 2 - k)
     rows = [s.row.metadata["k"] for s in proxy.service.sessions.live.values()]
-    assert rows == [0, 1, 2]
-
-
-async def test_a_waiter_that_leaves_frees_its_place(start: Start) -> None:
-    proxy = await start()
-    gone = start_waiting(proxy)
-    await waiting(proxy, 1)
-    stays = start_waiting(proxy)
-    await waiting(proxy, 2)
-    gone.cancel()
-    await waiting(proxy, 1)
-    await proxy.admit(1)
-    assert (await stays).status_code == 200
-    assert (await proxy.capacity())["admitted"] == 1
+    assert rows == [0, 2, 3]
+    assert (await proxy.capacity())["admitted"] == 3
 
 
 async def test_a_group_member_that_leaves_frees_the_groups_place(start: Start) -> None:
@@ -119,19 +110,11 @@ async def test_a_group_member_that_leaves_frees_the_groups_place(start: Start) -
     await proxy.open()
 
 
-async def test_an_opener_that_leaves_while_it_is_written(
+async def test_an_opener_that_leaves_while_it_is_written_holds_no_slot(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its session would hold a slot that nobody knows of: it is aborted."""
     journal = proxy.service.journal
-    commit, go, begun = journal.commit, asyncio.Event(), asyncio.Event()
-
-    async def slow(*statements: Any) -> None:
-        begun.set()
-        await go.wait()
-        await commit(*statements)
-
-    monkeypatch.setattr(journal, "commit", slow)
+    begun, go = hold_commits(journal, monkeypatch)
     noticed = noticed_hang_up(monkeypatch)
     opening = start_waiting(proxy)
     async with asyncio.timeout(60):
@@ -141,15 +124,7 @@ async def test_an_opener_that_leaves_while_it_is_written(
     go.set()
     await until(lambda: journal.sessions([SessionState.ABORTED]))
     assert (await proxy.capacity())["running"] == 0
-
-
-async def test_the_queue_is_bounded(start: Start) -> None:
-    proxy = await start("sessions.max_waiting=1")
-    first = start_waiting(proxy)
-    await waiting(proxy, 1)
-    error = await refused(proxy, 429, "no_capacity", wait=10)
-    assert "too many" in error["message"]
-    first.cancel()
+    assert proxy.service.sessions.counts.now["train", SessionState.ABORTED] == 1
 
 
 async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start) -> None:
@@ -167,11 +142,8 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
             with pytest.raises(RunFinished):
                 await task
     response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
-    assert response.status_code == 409
-    error = response.json()["error"]
-    assert error["code"] == "run_finished"
+    error = refusal(response, 409, "run_finished", "")
     assert (error["run"]["checkpoint"], error["run"]["step"]) == ("/ckpt", 7)
-    assert response.headers["x-should-retry"] == "false"
     # Inference and eval go on, without a session too.
     session = await proxy.open(mode="eval")
     await proxy.complete(session["api_key"])
@@ -181,22 +153,9 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     await client.close()
 
 
-async def test_why_no_slot_is_free(start: Start) -> None:
-    proxy = await start()
-    assert "no trainer has set a limit yet" in (await refused(proxy, 429, "no_capacity"))["message"]
-    await proxy.admit(0)
-    assert "as many sessions as it wants" in (await refused(proxy, 429, "no_capacity"))["message"]
-    await proxy.admit(1, ttl=0.001)
-    await until(
-        lambda: "the trainer has sent nothing" in proxy.service.sessions.admission.no_slot_reason
-    )
-    assert "the trainer has sent nothing" in (await refused(proxy, 429, "no_capacity"))["message"]
-
-
 async def test_a_service_that_does_not_train_refuses_train_sessions(start: Start) -> None:
     proxy = await start(training=False)
-    error = await refused(proxy, 409, "run_finished")
-    assert "no training" in error["message"]
+    await refused(proxy, 409, "run_finished")
     await proxy.open(mode="eval")
 
 
@@ -204,16 +163,14 @@ async def test_a_service_that_does_not_train_refuses_train_sessions(start: Start
 
 
 async def test_a_group_takes_its_slots_at_its_first_open(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(3)
+    proxy = await start("rollout.max_concurrent=4", admit=3)
     await proxy.open(group_id="a", group_size=2)
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (2, 1, 1)
+    assert await slots(proxy) == (2, 1, 1)
     # Half of another group cannot be admitted, so it waits and is not in anybody's way.
     await refused(proxy, 429, "no_capacity", group_id="b", group_size=2)
+    await refused(proxy, 400, "invalid_request", group_id="never", group_size=5)
     await proxy.open(group_id="a", group_size=2)
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (2, 0, 2)
+    assert await slots(proxy) == (2, 0, 2)
 
 
 @pytest.mark.parametrize("group", [{}, {"group_id": "g", "group_size": 3}])
@@ -222,23 +179,15 @@ async def test_a_session_that_is_being_written_has_its_slot(
 ) -> None:
     """Neither open nor lost: the trainer would otherwise give its slot away a second time."""
     proxy = await start()
-    go, commit = asyncio.Event(), proxy.service.journal.commit
-
-    async def slow(*statements: Statement) -> None:
-        await go.wait()
-        await commit(*statements)
-
-    monkeypatch.setattr(proxy.service.journal, "commit", slow)
+    _, go = hold_commits(proxy.service.journal, monkeypatch)
     tasks = [start_waiting(proxy, **group) for _ in range(2)]
     await until(lambda: proxy.service.sessions.admission.waiting in (2, 3))
     await proxy.admit(3)
-    slots = len(tasks) if not group else 3
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots, 0)
+    wanted = 3 if group else 2
+    assert await slots(proxy) == (wanted, wanted, 0)
     go.set()
     assert [(await task).status_code for task in tasks] == [200, 200]
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots - 2, 2)
+    assert await slots(proxy) == (wanted, wanted - 2, 2)
 
 
 def _done(tasks: list[asyncio.Task[httpx.Response]], number: int) -> bool:
@@ -275,31 +224,23 @@ async def test_a_waiting_group_holds_back_those_behind_it(start: Start) -> None:
 
 
 async def test_a_late_member_is_refused_also_after_a_restart(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(10)
+    proxy = await start(admit=10)
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=2)
-    error = await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
-    assert "new group_id" in error["message"]
+    await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
     await proxy.finished_session(group_id="partial", group_size=3)
-    again = await start()
-    await again.admit(10)
+    again = await start(admit=10)
     await refused(again, 409, "group_closed", group_id="g", group_size=2)
     await again.open(group_id="partial", group_size=3)
-    for t in await again.lease():
-        assert t.group_id == "g"
-    third = await start()
-    await third.admit(10)
+    assert {t.group_id for t in await again.lease()} == {"g"}
+    third = await start(admit=10)
     await refused(third, 409, "group_closed", group_id="g", group_size=2)
 
 
 async def test_group_sizes_must_agree(proxy: Proxy) -> None:
-    session = await proxy.open(group_id="g", group_size=3)
-    assert session["group_id"] == "g"
-    error = await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
-    assert error["message"].endswith("has group_size 3, not 2; send group_size 3")
-    error = await refused(proxy, 409, "group_size_mismatch", group_id="g")
-    assert "sessions.group_size" in error["message"] and "group_size 3" in error["message"]
+    assert (await proxy.open(group_id="g", group_size=3))["group_id"] == "g"
+    await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
+    await refused(proxy, 409, "group_size_mismatch", group_id="g")
     await proxy.open(group_id="g", group_size=3)
 
 
@@ -314,62 +255,39 @@ async def test_a_task_starts_its_next_generation(proxy: Proxy) -> None:
     await proxy.open(task_id="t", group_size=4)
 
 
-async def test_an_open_that_waited_joins_the_tasks_next_generation(start: Start) -> None:
+@pytest.mark.parametrize("name", ["task_id", "group_id"])
+async def test_one_too_many_that_waited_joins_a_tasks_next_generation_alone(
+    start: Start, name: str
+) -> None:
     proxy = await start()
-    tasks = [start_waiting(proxy, task_id="t", group_size=8) for _ in range(9)]
+    tasks = [start_waiting(proxy, **{name: "x"}, group_size=8) for _ in range(9)]
     await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [9])
     await proxy.admit(8)
-    await until(lambda: sum(task.done() for task in tasks) == 8)
-    await waiting(proxy, 8)  # the ninth one's generation
-    await proxy.admit(16)
-    answers = await asyncio.gather(*tasks)
-    assert [answer.status_code for answer in answers] == [200] * 9
-    ids = [answer.json()["group_id"] for answer in answers]
-    assert sorted(ids.count(id) for id in set(ids)) == [1, 8]
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (16, 7, 9)
-
-
-async def test_a_named_group_has_no_next_generation(start: Start) -> None:
-    proxy = await start()
-    tasks = [start_waiting(proxy, group_id="g", group_size=8) for _ in range(9)]
-    await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [9])
-    await proxy.admit(16)
-    answers = await asyncio.gather(*tasks)
-    (late,) = [answer for answer in answers if answer.status_code != 200]
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "group_closed")
-    assert (await proxy.capacity())["admitted"] == 8
-
-
-async def test_a_group_that_could_never_be_admitted(start: Start) -> None:
-    proxy = await start("rollout.max_concurrent=4")
-    error = await refused(proxy, 400, "invalid_request", group_id="g", group_size=5)
-    assert "max_concurrent" in error["message"]
-    await refused(proxy, 429, "no_capacity", group_id="g", group_size=4)
+    if name == "task_id":
+        await until(partial(_done, tasks, 8))
+        await waiting(proxy, 8)  # the ninth one's generation
+        await proxy.admit(16)
+    answers = [answer.json() for answer in await asyncio.gather(*tasks)]
+    if name == "task_id":
+        ids = [answer["group_id"] for answer in answers]
+        assert sorted(ids.count(id) for id in set(ids)) == [1, 8]
+        assert await slots(proxy) == (16, 7, 9)
+    else:
+        (late,) = [answer for answer in answers if "error" in answer]
+        assert late["error"]["code"] == "group_closed"
+        assert await slots(proxy) == (8, 0, 8)
 
 
 async def test_a_group_of_dropped_members_frees_its_slots(proxy: Proxy) -> None:
     for _ in range(2):
-        session = await proxy.open(group_id="g", group_size=2)
-        await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"])
+        await abort(proxy, await proxy.open(group_id="g", group_size=2))
     now = await proxy.capacity()
     assert (now["running"], now["buffered"], now["reserved"]) == (0, 0, 0)
     assert await proxy.lease() == []
     assert len(proxy.service.sessions.groups) == 0
 
 
-# -- time and lanes ----------------------------------------------------------------------------
-
-
-async def test_a_session_expires(proxy: Proxy) -> None:
-    session = await proxy.open(ttl=0.05)
-    key = session["api_key"]
-    await until(lambda: not proxy.service.sessions.live)
-    response = await proxy.call(key)
-    assert response.status_code == 410
-    assert "ttl" in response.json()["error"]["message"]
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert (info["state"], info["reason"]) == ("expired", "its ttl ran out")
+# -- ends and lanes ----------------------------------------------------------------------------
 
 
 async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Proxy) -> None:
@@ -377,15 +295,9 @@ async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Prox
     opened = await proxy.open(mode="eval")
     session = proxy.service.sessions.live[opened["session_id"]]
     session.closing = True
-    response = await proxy.call(opened["api_key"])
-    assert (response.status_code, response.json()["error"]["code"]) == (410, "session_closed")
+    refusal(await proxy.call(opened["api_key"]), 410, "session_closed", "")
     session.closing = False
     assert (await proxy.call(opened["api_key"])).status_code == 200
-
-
-async def test_a_ttl_over_the_runs_is_cut(start: Start) -> None:
-    proxy = await start("sessions.ttl=100")
-    assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
 
 async def test_a_key_opens_its_next_session(proxy: Proxy) -> None:
@@ -402,47 +314,37 @@ async def test_a_key_opens_its_next_session(proxy: Proxy) -> None:
     ack = await proxy.client.ack(owner="trainer", trained=[first["session_id"]], rejected=[])
     assert ack == 1
     await proxy.complete(key)
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert response.json()["session_id"] == second["session_id"]
-    assert response.json()["interactions"] == 2
+    ended = await finalize(proxy, second, final_reward=1)
+    assert (ended["session_id"], ended["interactions"]) == (second["session_id"], 2)
     await refused(proxy, 401, "invalid_api_key", api_key="sk-v1.0.x")
+    _, elsewhere = signer(proxy).mint(3)
+    await refused(proxy, 409, "lane_on_other_rank", api_key=elsewhere, mode="eval")
 
 
 async def test_a_key_opens_its_next_session_while_the_last_one_awaits_its_reward(
     start: Start,
 ) -> None:
     """Its agent is done with it: only the reward is still to come."""
-    proxy = await start()
-    await proxy.admit(5)
-    first = await proxy.open()
+    proxy = await start(admit=5)
+    first = await awaiting(proxy)
     key, name = first["api_key"], {"x-any-agent-session": first["session_id"]}
-    await proxy.complete(key)
-    awaiting = await proxy.post("/rl/v1/finalize", {"await_reward": True}, key)
-    assert awaiting.json()["state"] == "awaiting_reward"
     second = await proxy.open(api_key=key)
     await proxy.complete(key)
     again = await start()
     await again.complete(key)
     # Without a name the key is the newest session's.
-    ended = await again.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert ended.json()["session_id"] == second["session_id"]
+    ended = await finalize(again, second, final_reward=1)
+    assert ended["session_id"] == second["session_id"]
     assert (await again.post("/rl/v1/set_reward", {"reward": 1}, key, **name)).status_code == 200
-    ended = await again.post("/rl/v1/finalize", {}, key, **name)
-    assert (ended.json()["session_id"], ended.json()["state"]) == (first["session_id"], "finalized")
+    last = (await again.post("/rl/v1/finalize", {}, key, **name)).json()
+    assert (last["session_id"], last["state"]) == (first["session_id"], "finalized")
 
 
 async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(1)
+    proxy = await start(admit=1)
     key = (await proxy.finished_session())["api_key"]
     one = start_waiting(proxy, api_key=key)
     await waiting(proxy, 1)
     await refused(proxy, 409, "lane_busy", api_key=key, wait=5)
     await proxy.admit(5)
     assert (await one).status_code == 200
-
-
-async def test_a_key_of_another_rank_is_sent_there(start: Start) -> None:
-    proxy = await start()
-    _, key = signer(proxy).mint(3)
-    await refused(proxy, 409, "lane_on_other_rank", api_key=key, mode="eval")
