@@ -164,7 +164,7 @@ async def test_revisions_of_one_session_are_bounded(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is kept, and read at the next one: an agent must not slow down its rank by them."""
-    monkeypatch.setattr(rewards, "_MAX_GIVEN", 3)
+    monkeypatch.setattr(rewards, "MAX_GIVEN", 3)
     key = (await proxy.open())["api_key"]
     for k in range(3):
         assert (await proxy.post("/rl/v1/set_reward", {"final_reward": k}, key)).status_code == 200
