@@ -1,10 +1,11 @@
-"""Groups and their slots, whatever happens to members, openers, the store and the process."""
+"""Slots, groups, counts and records, whatever happens to sessions, the store and the process."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,9 +29,11 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.protocol.rl import StartSession
 from any_agent.protocol.training import Ack, Lease, Rejection
-from any_agent.types import SessionMode, SessionState
+from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.admission.fleet_place import FleetPlace
 from proxy_ext.admission.open_session import SessionOpener
+from proxy_ext.archive.archiver import Archiver
+from proxy_ext.archive.records import read_record
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
 from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
@@ -44,7 +47,9 @@ from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
+from tests.proxy_ext.archive.test_files import archives_of
 from tests.support.journal import make_interaction
+from tests.support.sessions import unwritable
 
 OWNER = "trainer"
 GROUP_TIMEOUT = 1000.0
@@ -81,7 +86,7 @@ class Rank:
     """One rank's sessions over a journal on disk, without HTTP."""
 
     def __init__(self, folder: Path, config: Config, world: World, random: Random) -> None:
-        self._path = folder / "rank-0.sqlite"
+        self._folder = folder
         self._config = config
         self._world = world
         self._random = random
@@ -93,18 +98,30 @@ class Rank:
         """Groups whose leases ran out."""
         self.small: set[str] = set()
         """Groups that were rejected for their size."""
+        self._recorded: set[str] = set()
+        """Sessions that have a call for sure."""
+        self._step = 0
+        self._oldest_step: int | None = None
 
     async def start(self) -> None:
         """A proxy's start; what an earlier one had in memory is gone."""
         config = self._config.sessions
-        self.journal = SQLiteJournal(self._path)
+        self.journal = SQLiteJournal(self._folder / "rank-0.sqlite")
         self.sessions = sessions = SessionStore(self.journal, config, SessionIds(0), rank=0)
         await sessions.recover(lease_ttl=3600)
         sessions.admission.set_limit(self.limit, 3600)
         self.leases = LeaseManager(sessions, Fence(self.journal), ttl=3600)
         rewards = RewardBook(sessions)
+        self.archive = Archiver(
+            sessions,
+            self._folder / "archive",
+            about={},
+            keep_seconds=0,
+            oldest_step=lambda: self._oldest_step,
+        )
+        await self.archive.recover()
         self.endings = SessionEnder(
-            sessions, rewards, needed=lambda _: False, unarchive=_nothing_archived
+            sessions, rewards, needed=lambda _: False, unarchive=self.archive.remove
         )
         self.expiry = SessionExpirer(sessions, self.endings)
         run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
@@ -141,8 +158,8 @@ class Rank:
     def _body(self, wait: float) -> StartSession:
         name = self._random.choice(NAMES)
         size = self._random.choice((1, SIZE, SIZE, SIZE))
-        if self._random.random() < 0.2:
-            return StartSession(wait=wait)
+        if self._random.random() < 0.3:
+            return StartSession(wait=wait, mode=self._random.choice(("train", "eval")))
         if name is None:
             return StartSession(task_id="t", group_size=SIZE, wait=wait)
         # One that closed is closed for good: its successor has a new name, now and then the old.
@@ -174,6 +191,7 @@ class Rank:
         assert session.row.tenant == caller.tenant
         interaction = make_interaction(f"i-{session.id}", session.id)
         await self.sessions.record(session, interaction, session.id.encode(), None)
+        self._recorded.add(session.id)
 
     async def _leave(self) -> None:
         """Somebody who waits for a slot goes away."""
@@ -190,13 +208,11 @@ class Rank:
         if not task.cancelled():
             task.exception()
 
-    async def _fail_to_open(self) -> None:
-        async def full(*_: Statement) -> None:
-            raise StoreUnavailable("no space left")
-
-        with pytest.MonkeyPatch.context() as patch, suppress(AnyAgentError):
-            patch.setattr(self.journal, "commit", full)
-            await self._opened(0.0)
+    async def _fail(self) -> None:
+        """A change that cannot be written."""
+        change = self._random.choice(("open", "finalize", "abort", "train", "lapse"))
+        with unwritable(self.journal), suppress(AnyAgentError):
+            await getattr(self, f"_{change}")()
 
     async def _time_while_writing(self) -> None:
         """Every group's time runs out while a member is being written, which fails or not."""
@@ -234,7 +250,9 @@ class Rank:
 
     async def _expire(self) -> None:
         for session in self._some(SessionState.OPEN)[:1]:
-            await self.endings.expire(session, "by a test")
+            session.opened = -1e9
+            self.sessions.watch(session)
+        await self.expiry.sweep()
 
     async def _veto(self) -> None:
         for session in self._some(SessionState.FINALIZED)[:1]:
@@ -277,10 +295,12 @@ class Rank:
         self.handed_out[group_id] = {row.id for row in rows}
 
     async def _train(self) -> None:
+        self._step += 1
         for group in self._leased_groups()[:1]:
             ids = [s.id for s in group]
             stale = [Rejection(session_id=ids[0], reason="stale")]
-            await self.leases.ack(Ack(owner=OWNER, trained=ids[1:], rejected=stale))
+            ack = Ack(owner=OWNER, trained=ids[1:], rejected=stale, step=self._step)
+            await self.leases.ack(ack)
 
     async def _lapse(self) -> None:
         for group in self._leased_groups()[:1]:
@@ -296,6 +316,16 @@ class Rank:
                 by_group.setdefault(session.row.group_id or session.id, []).append(session)
         return list(by_group.values())
 
+    async def _replay(self) -> None:
+        """A resume from before some step: out of `trained` and `rejected` again."""
+        ended = await self.journal.sessions([SessionState.TRAINED, SessionState.REJECTED])
+        had = [row.id for row in ended if row.content == "stored" and row.step is not None]
+        await self.leases.replay(self._random.sample(had, min(2, len(had))), OWNER)
+
+    async def _archive(self) -> None:
+        self._oldest_step = self._random.randint(0, self._step)
+        await self.archive.sweep()
+
     async def _restart(self) -> None:
         for task in list(self.waiting):
             task.cancel()
@@ -310,32 +340,70 @@ class Rank:
         held = self.sessions.groups.reserved + sum(g.promised for g in self._groups)
         assert admission.admitted == counts.created[SessionMode.TRAIN] + held
         assert admission.admitted <= self.limit
-        assert counts.undecided == sum(
-            number
-            for (_, state), number in counts.now.items()
-            if state in (SessionState.OPEN, SessionState.AWAITING_REWARD)
-        )
         for group in self._groups:
             assert group.room >= 0 and len(group.members) <= group.size
             assert not group.done, "it would be kept for ever"
         for group_id, members in self.handed_out.items():
             rows = await self.journal.group(group_id)
             assert {row.id for row in rows} == members, "nobody joins what was handed out"
+        await self._check_counts()
+        self._check_leasable()
+
+    async def _check_counts(self) -> None:
+        counts = self.sessions.counts
+        shown = {key: number for key, number in counts.now.items() if number}
+        rows = await self.journal.sessions(SessionState)
+        assert shown == await self.journal.counts() == Counter((r.mode, r.state) for r in rows)
+        for mode in SessionMode:
+            assert counts.created[mode] == sum(counts.now[mode, state] for state in SessionState)
+        live = Counter((s.row.mode, s.state) for s in self.sessions.live.values())
+        assert all(shown[key] == number for key, number in live.items())
+        undecided = (SessionState.OPEN, SessionState.AWAITING_REWARD)
+        assert counts.undecided == sum(shown.get((m, s), 0) for m in SessionMode for s in undecided)
+
+    def _check_leasable(self) -> None:
+        """What a poll finds is what a look at every session finds, and so is the capacity."""
+        live = list(self.sessions.live.values())
+        leased = {s.id for s in live if s.state is SessionState.LEASED}
+        assert {s.id for s in self.sessions.lease_index.leased} == leased
+        waiting: dict[str, list[RecordedSession]] = {}
+        for s in live:
+            if s.mode is SessionMode.TRAIN and s.state is SessionState.FINALIZED:
+                group = self.sessions.groups.get(s.row.group_id) if s.row.group_id else None
+                closed = group and group.closed and not group.has_leased and not group.too_small
+                if s.row.group_id is None or closed:
+                    waiting.setdefault(s.row.group_id or s.id, []).append(s)
+        ages = {key: min(s.row.created_at for s in members) for key, members in waiting.items()}
+        expected = [{s.id for s in waiting[key]} for key in sorted(waiting, key=ages.__getitem__)]
+        found = self.sessions.lease_index.first(10**6)
+        assert [{s.id for s in members} for members in found] == expected
+        train = Counter(s.state for s in live if s.mode is SessionMode.TRAIN)
+        capacity = self.leases.capacity()
+        assert capacity.running == train[SessionState.OPEN]
+        assert capacity.buffered == train.total() - train[SessionState.OPEN]
+
+    async def check_content(self) -> None:
+        """Every session is recorded once: in the journal or in an archive."""
+        lines = archives_of(self._folder / "archive").all()
+        archived = {read_record(line).session["id"] for line in lines}
+        for row in await self.journal.sessions(SessionState):
+            if await self.journal.interactions(row.id):
+                assert row.content == "stored", row
+            else:
+                assert row.content != "stored" or row.id not in self._recorded, row
+            assert (row.id in archived) is (row.content == "archived"), row
+        assert self.archive.sessions == len(archived)
 
     @property
     def _groups(self) -> list[Group]:
         return self.sessions.groups.all()
 
 
-async def _nothing_archived(_: str) -> None:
-    pass
-
-
 STEPS = [
-    *("admit", "open", "open_later", "leave", "leave_while_writing", "fail_to_open"),
+    *("admit", "open", "open_later", "leave", "leave_while_writing", "fail"),
     *("finalize", "await_reward", "abort", "expire", "veto", "sweep", "time"),
     "time_while_writing",
-    *("lease", "train", "lapse", "restart"),
+    *("lease", "train", "lapse", "replay", "archive", "restart"),
 ]
 OFTEN = [*STEPS, *["admit", "lease", "train"] * 2, *["open"] * 8, *["finalize"] * 6]
 
@@ -354,6 +422,8 @@ async def walk(folder: Path, steps: list[str], seed: int) -> Rank:
             for step in steps:
                 await rank.do(step)
                 await rank.check()
+                if step in ("archive", "replay", "restart"):
+                    await rank.check_content()
             return rank
         finally:
             for task in list(rank.waiting):
@@ -377,4 +447,8 @@ def test_a_long_walk_sees_groups_of_every_fate(tmp_path: Path) -> None:
     # Ids, and with them the order of groups, differ from run to run.
     assert len(rank.handed_out) > 3, "groups are handed out"
     assert rank.small, "groups are too small"
-    assert rank.sessions.counts.now["train", SessionState.TRAINED] > 3
+    counts = rank.sessions.counts
+    assert counts.now["train", SessionState.TRAINED] > 3
+    assert {state for (_, state), number in counts.now.items() if number} >= TERMINAL_STATES
+    assert counts.created["eval"] > 20
+    assert rank.archive.sessions > 20
