@@ -6,10 +6,8 @@ import asyncio
 
 import pytest
 
-from proxy_ext import leases
 from proxy_ext.sessions import slots as admission
 from proxy_ext.sessions.slots import Admission
-from tests.proxy_ext.leases.test_leases import state
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -57,12 +55,12 @@ async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.Monk
     slots = Admission(max_waiting=9)
     for number in range(200):
         slots.remember(f"g{number}", 1)
-    assert len(slots.queue) == admission._MAX_SHOWN
+    assert len(slots.queue) == admission.MAX_SHOWN
     slots.request(5)
     assert slots.queue[0] == 5
-    monkeypatch.setattr(admission, "_RECALL_SECONDS", -1.0)
+    monkeypatch.setattr(admission, "RECALL_SECONDS", -1.0)
     slots.remember("g0", 2)
-    assert slots.queue == [5] + [1] * (admission._MAX_SHOWN - 1)
+    assert slots.queue == [5] + [1] * (admission.MAX_SHOWN - 1)
 
 
 async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
@@ -73,22 +71,3 @@ async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
         assert now["limit"] == expected
     # Another trainer counts anew.
     assert (await proxy.admit(9, owner="next", number=1))["limit"] == 9
-
-
-async def test_a_lease_whose_answer_was_lost_is_soon_handed_out_again(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost, held = [(await proxy.finished_session())["session_id"] for _ in range(2)]
-    exported = (await proxy.finished_session())["session_id"]
-    await proxy.export(exported)
-    for _ in range(2):
-        assert len(await proxy.lease()) == 1
-    await proxy.admit(10, held=[held])
-    # Its answer may still be on the way.
-    assert await state(proxy, lost) == "leased"
-    monkeypatch.setattr(leases, "_CONFIRM_TIMEOUT", 0.0)
-    await proxy.admit(10, held=[held])
-    assert await state(proxy, lost) == "finalized"
-    assert [await state(proxy, id) for id in (held, exported)] == ["leased", "leased"]
-    (again,) = await proxy.lease()
-    assert again.session_id == lost
