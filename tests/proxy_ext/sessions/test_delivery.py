@@ -40,8 +40,7 @@ def deaf_client(proxy: Proxy, key: str, **fields: Any) -> Iterator[None]:
 
 
 async def test_an_answer_that_is_still_being_sent_is_not_trained_on(start: Start) -> None:
-    proxy = await start(send_buffer=4096)
-    await proxy.admit(5)
+    proxy = await start(send_buffer=4096, admit=5)
     session = await proxy.open()
     read = await proxy.complete(session["api_key"])
     with deaf_client(proxy, session["api_key"], **LONG):

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
-
-
-async def abort(proxy: Proxy, session: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    path = f"/rl/v1/sessions/{session['session_id']}/abort"
-    response = await proxy.post(path, fields, session["api_key"])
-    assert response.status_code == 200, response.text
-    return dict(response.json())
+from tests.support.sessions import abort, awaiting
 
 
 async def slots(proxy: Proxy) -> tuple[int, int, int]:
@@ -21,16 +13,11 @@ async def slots(proxy: Proxy) -> tuple[int, int, int]:
 
 
 async def test_another_session_takes_the_place(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(2)
+    proxy = await start(admit=2)
     first = await proxy.open(group_id="g", group_size=2)
     done = await proxy.finished_session(group_id="g", group_size=2)
     aborted = await abort(proxy, first, reason="it failed", keep_place=True)
-    assert (aborted["state"], aborted["reason"], aborted["group_id"]) == (
-        "aborted",
-        "it failed",
-        "g",
-    )
+    assert (aborted["state"], aborted["reason"]) == ("aborted", "it failed")
     assert await proxy.lease() == [], "the group waits for who takes the place"
     # Its slot is the group's, though the cap is reached.
     assert await slots(proxy) == (3, 1, 0)
@@ -42,20 +29,22 @@ async def test_another_session_takes_the_place(start: Start) -> None:
     assert (late.status_code, late.json()["error"]["code"]) == (409, "group_closed")
 
 
-async def test_without_it_the_group_closes_smaller(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(3)
+async def test_without_a_kept_place_the_group_closes_smaller(start: Start) -> None:
+    proxy = await start(admit=3)
     first = await proxy.open(group_id="g", group_size=3)
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=3)
     await abort(proxy, first)
     assert len(await proxy.lease()) == 2
+    # A session without a group has no place to keep.
+    await proxy.admit(4)
+    await abort(proxy, await proxy.open(), keep_place=True)
+    assert await slots(proxy) == (4, 0, 0)
 
 
 async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> None:
     """Those who come join the next one: the earlier one would wait for its time to be over."""
-    proxy = await start()
-    await proxy.admit(6)
+    proxy = await start(admit=6)
     task = {"task_id": "t", "group_size": 3}
     first = await proxy.open(**task)
     done = [(await proxy.finished_session(**task))["session_id"] for _ in range(2)]
@@ -65,8 +54,7 @@ async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> No
 
 
 async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(2)
+    proxy = await start(admit=2)
     for _ in range(3):
         await abort(proxy, await proxy.open(group_id="g", group_size=2), keep_place=True)
     assert await slots(proxy) == (5, 2, 0)
@@ -77,13 +65,13 @@ async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: S
 
 
 async def test_places_outlive_a_restart(start: Start) -> None:
-    proxy = await start("rollout.deterministic=true", "rollout.max_failures=1")
-    await proxy.admit(3)
+    settings = ("rollout.deterministic=true", "rollout.max_failures=1")
+    proxy = await start(*settings, admit=3)
     done = await proxy.finished_session(group_id="g", group_size=3)
     for _ in range(2):
         await abort(proxy, await proxy.open(group_id="g", group_size=3), keep_place=True)
     assert await slots(proxy) == (5, 2, 0)
-    again = await start("rollout.deterministic=true", "rollout.max_failures=1")
+    again = await start(*settings)
     assert await slots(again) == (5, 2, 0)
     await again.admit(5)
     more = [await again.finished_session(group_id="g", group_size=3) for _ in range(2)]
@@ -93,23 +81,13 @@ async def test_places_outlive_a_restart(start: Start) -> None:
 
 
 async def test_a_place_in_a_group_that_is_over_is_nobodys(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(3)
+    proxy = await start(admit=3)
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=3)
-    last = await proxy.open(group_id="g", group_size=3)
-    await proxy.complete(last["api_key"])
-    await proxy.post("/rl/v1/finalize", {"await_reward": True}, last["api_key"])
+    last = await awaiting(proxy, group_id="g", group_size=3)
     (group,) = proxy.service.sessions.groups.all()
     group.deadline = 0.0
     await until(lambda: group.expired)
     await abort(proxy, last, keep_place=True)
     assert len(await proxy.lease()) == 2
     assert await slots(proxy) == (3, 0, 0)
-
-
-async def test_a_session_without_a_group_has_no_place_to_keep(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(1)
-    await abort(proxy, await proxy.open(), keep_place=True)
-    assert await slots(proxy) == (1, 0, 0)
