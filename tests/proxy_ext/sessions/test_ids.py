@@ -17,6 +17,7 @@ from proxy_ext.sessions.ids import SessionIds
 from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import unwritable
 
 DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
 
@@ -137,22 +138,17 @@ async def test_openers_of_other_groups_change_no_ids(tmp_path: Path, chat: ChatF
 
 @pytest.mark.parametrize("fields", [{}, {"task_id": "t"}, {"group_id": "g"}], ids=repr)
 async def test_what_the_journal_never_got_is_not_named_twice(
-    start: Start, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    start: Start, fields: dict[str, Any]
 ) -> None:
     """However many openings failed."""
     fields = fields | {"group_size": 8} if fields else fields
 
     async def begin() -> Proxy:
-        proxy = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
-        await proxy.admit(100)
-        return proxy
+        more = ("rollout.batch_size=8", "rollout.max_concurrent=8")
+        return await start(*DETERMINISTIC, *more, admit=100)
 
     async def fail(proxy: Proxy, times: int) -> None:
-        async def full(*_: Any) -> None:
-            raise StoreUnavailable("full")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(proxy.service.journal, "commit", full)
+        with unwritable(proxy.service.journal):
             for _ in range(times):
                 with pytest.raises(StoreUnavailable):
                     await proxy.service.opening.open(StartSession(**fields), ANYONE)
@@ -170,23 +166,21 @@ async def test_what_the_journal_never_got_is_not_named_twice(
 
 
 async def test_calls_at_once_have_seeds_of_their_own(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start(*DETERMINISTIC)
-    await proxy.admit(1)
+    proxy = await start(*DETERMINISTIC, admit=1)
     session = await proxy.open()
     await asyncio.gather(*(proxy.complete(session["api_key"]) for _ in range(4)))
     await proxy.complete(session["api_key"])
     seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests}
     assert len(seeds) == 5
-    (recorded, *_) = await proxy.recorded(session["session_id"])
-    assert recorded.gconfig.seed in seeds
+    recorded = await proxy.recorded(session["session_id"])
+    assert {i.gconfig.seed for i in recorded} == seeds
 
 
 async def test_a_call_that_ends_unrecorded_gives_its_seed_to_no_sibling(
     start: Start, engine: ScriptedEngine
 ) -> None:
     """The next one must not be a clone of the one that was recorded meanwhile."""
-    proxy = await start(*DETERMINISTIC)
-    await proxy.admit(1)
+    proxy = await start(*DETERMINISTIC, admit=1)
     session = await proxy.open()
     engine.hold(3)
     left = asyncio.create_task(proxy.complete(session["api_key"]))
