@@ -76,13 +76,12 @@ async def talk(proxy: Proxy, engine: ScriptedEngine, key: str, turns: int) -> li
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_what_is_said_is_nowhere(
+async def test_nothing_that_is_said_is_on_disk_or_in_memory(
     start: Start, engine: ScriptedEngine, tmp_path: Path, kept: bool
 ) -> None:
     settings = ("sessions.group_size=1", "sessions.min_group_size=1")
     settings = (*settings, f"sessions.store_content={str(kept).lower()}")
-    proxy = await start(*settings)
-    await proxy.admit(10)
+    proxy = await start(*settings, admit=10)
     session = await proxy.open(metadata={"mine": "the caller's"})
     key, id = session["api_key"], session["session_id"]
     messages = await talk(proxy, engine, key, 3)
@@ -90,8 +89,7 @@ async def test_what_is_said_is_nowhere(
     if not kept:
         await until(lambda: said_in_memory() == [])
     # Another process goes on exactly where this one was.
-    proxy = await start(*settings)
-    await proxy.admit(10)
+    proxy = await start(*settings, admit=10)
     say(proxy, engine, f"{SECRET} at last")
     last = await proxy.complete(key, messages, **FIELDS)
     recorded = await proxy.recorded(id)
@@ -139,8 +137,7 @@ async def test_a_retry_is_told_what_was_said(
     start: Start, engine: ScriptedEngine, tmp_path: Path, restarted: bool
 ) -> None:
     """While the call waits for it, and by its ids in the next process."""
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(10)
+    proxy = await start("sessions.store_content=false", admit=10)
     session = await proxy.open()
     key, id = session["api_key"], session["session_id"]
     await unheard(proxy, engine, key, id, f"{SECRET} and lost")
@@ -149,18 +146,7 @@ async def test_a_retry_is_told_what_was_said(
     again = await marked(proxy, key, 1)
     assert again.json()["choices"][0]["message"]["content"] == f"{SECRET} and lost"
     assert len(engine.requests) == 1
-    assert said_on_disk(tmp_path) == []
-
-
-async def test_an_answer_that_reached_nobody(
-    start: Start, engine: ScriptedEngine, tmp_path: Path
-) -> None:
-    """It is put again, marked so, and without its texts again."""
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(10)
-    session = await proxy.open()
-    key, id = session["api_key"], session["session_id"]
-    await talk(proxy, engine, key, 1)
+    # What reaches nobody is put again, marked so, and without its texts again.
     await unheard(proxy, engine, key, id, f"{SECRET} to nobody")
     await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
     recorded = await proxy.recorded(id)
