@@ -139,17 +139,22 @@ class ExportedHere(NamedTuple):
     lines: list[dict[str, Any]]
     said: str
 
+    @property
+    def ids(self) -> list[str]:
+        return [line.get("session_id") or line["session"]["id"] for line in self.lines]
+
 
 def export_trial(root: Path, *arguments: str) -> ExportedHere:
     """Run the program in this process."""
     out = root / "exported.jsonl"
+    out.unlink(missing_ok=True)
     named = () if "--out" in arguments else ("--out", str(out))
     with redirect_stderr(io.StringIO()) as said:
         try:
             code = main([*arguments, *named, *settings_of(root)])
         except SystemExit as error:
             code = int(error.code or 0)
-    lines = out.read_text().splitlines() if named and code in (0, 1) else []
+    lines = out.read_text().splitlines() if out.exists() else []
     return ExportedHere(code, list(map(json.loads, lines)), said.getvalue())
 
 

@@ -39,7 +39,7 @@ async def test_tables_are_written_in_batches(
 ) -> None:
     for k in range(6):
         await rank.add_turns(f"s{k}")
-    monkeypatch.setattr(tables, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 1000)
     out = tmp_path / "rows.parquet"
     assert export_trial(tmp_path, "--format", "parquet", "--out", str(out)).code == 0
     file = parquet.ParquetFile(out)
@@ -80,23 +80,3 @@ async def test_a_folder_must_be_new(rank: Rank, tmp_path: Path) -> None:
     (full / "mine").unlink()
     assert export_trial(tmp_path, "--format", "hf", "--out", str(full)).code == 0
     assert len(datasets.load_from_disk(str(full))) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--format", "parquet", "--out", "-"],
-        ["--format", "hf", "--out", "-"],
-        ["--format", "preferences", "--style", "messages"],
-        ["--best", "2"],
-        ["--format", "preferences", "--min-reward", "1"],
-        ["--format", "sft", "--margin", "1"],
-        ["--format", "csv"],
-    ],
-)
-async def test_options_that_do_not_belong_together(
-    rank: Rank, tmp_path: Path, arguments: list[str]
-) -> None:
-    await rank.add_turns("a")
-    done = export_trial(tmp_path, *arguments)
-    assert (done.code, done.lines) == (2, []) and "error: " in done.said
