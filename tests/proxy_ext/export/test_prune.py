@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ class Said(NamedTuple):
 
 
 @pytest.fixture
-async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
+async def rank(tmp_path: Path) -> Rank:
     """A stopped trial: two sessions in an archive, five in the journal, one of them open."""
     run = RunDir(tmp_path / "u" / "e" / "t")
     run.create()
@@ -49,7 +48,7 @@ async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
     fresh = SetState(("recent",), SessionState.ABORTED, at=time.time())
     await rank.journal.commit(fresh, PutMeta("run", {"oldest_step": 4}))
     await rank.stop()
-    yield rank
+    return rank
 
 
 async def pruned(rank: Rank, capfd: pytest.CaptureFixture[str], *arguments: str) -> Said:
@@ -72,7 +71,7 @@ async def pruned(rank: Rank, capfd: pytest.CaptureFixture[str], *arguments: str)
 def exported(rank: Rank) -> list[str]:
     found = export_trial(rank.folder.parents[2])
     assert found.code == 0, found.said
-    return [line["session"]["id"] for line in found.lines]
+    return found.ids
 
 
 async def test_a_dry_run_says_what_would_go_and_removes_nothing(
@@ -126,11 +125,7 @@ async def test_states_choose(rank: Rank, capfd: pytest.CaptureFixture[str]) -> N
     said = await pruned(rank, capfd, *OLD, "--state", "aborted", "--state", "expired", "--apply")
     assert said.code == 0, said.err
     assert exported(rank) == [id for id in before if id not in ("aborted", "expired")]
-
-
-async def test_before_any_checkpoint_all_trained_sessions_stay(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+    # Before any checkpoint all trained sessions stay.
     await rank.start()
     await rank.journal.commit(PutMeta("run", {"oldest_step": None}))
     await rank.stop()
@@ -164,9 +159,11 @@ async def test_archives_without_their_journal_are_pruned(
     assert not (rank.folder / "journal" / "rank-0.sqlite").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+async def test_wrong_input_is_refused_and_changes_nothing(
+    rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = exported(rank)
+    for arguments, named in (
         (("--older-than", "5"), "--older-than"),
         (("--older-than", "-1d"), "--older-than"),
         ((), "--older-than"),
@@ -174,41 +171,19 @@ async def test_archives_without_their_journal_are_pruned(
         ((*OLD, "--state", "finalized"), "not settled"),
         ((*OLD, "--state", "gone"), "trained"),
         ((*OLD, "no.such=1"), "unknown key"),
-    ],
-)
-async def test_wrong_input_is_refused_and_changes_nothing(
-    rank: Rank, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
-    before = exported(rank)
-    told = await pruned(rank, capfd, *arguments, "--apply")
-    assert (told.code, said in told.err) == (2, True), told.err
-    assert exported(rank) == before
-
-
-async def test_an_unknown_trial_is_named_with_those_that_there_are(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+    ):
+        told = await pruned(rank, capfd, *arguments, "--apply")
+        assert (told.code, named in told.err) == (2, True), told.err
+    # An unknown trial is named, with those that there are.
     told = await pruned(rank, capfd, *OLD, "--trial", "another")
-    assert told.code == 1
-    assert "e/another" in told.err and "e/t (user u)" in told.err
-
-
-async def test_a_trial_that_is_served_is_refused(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+    assert told.code == 1 and "e/another" in told.err and "e/t (user u)" in told.err
     with RunDir(rank.folder).lock():
-        said = await pruned(rank, capfd, *OLD, "--apply")
-    assert (said.code, "stop it" in said.err) == (1, True)
-    assert len(rank.files) == 1
-
-
-async def test_a_journal_with_a_log_in_redis_is_refused(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+        told = await pruned(rank, capfd, *OLD, "--apply")
+    assert (told.code, "stop it" in told.err) == (1, True), "it is served"
     RunDir(rank.folder).log_note(0).write_text("{}")
-    said = await pruned(rank, capfd, *OLD, "--apply")
-    assert (said.code, "server.journal" in said.err) == (2, True)
-    assert len(rank.files) == 1
+    told = await pruned(rank, capfd, *OLD, "--apply")
+    assert (told.code, "server.journal" in told.err) == (2, True), "its log is in Redis"
+    assert exported(rank) == before
 
 
 async def test_the_command_hands_over_to_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
