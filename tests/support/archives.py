@@ -161,5 +161,5 @@ def export_trial(root: Path, *arguments: str) -> ExportedHere:
 async def archive_now(proxy: Proxy) -> int:
     """A sweep over all that has ended, however lately."""
     archive = proxy.service.archive
-    archive._keep = 0.0
+    archive.keep_seconds = 0.0
     return await archive.sweep()
