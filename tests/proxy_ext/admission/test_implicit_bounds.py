@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +36,7 @@ OTHER = [SYSTEM, {"role": "user", "content": "Say a word."}]
 
 
 async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start(*settings(ADMIN))
-    await proxy.admit(100)
+    proxy = await start(*settings(ADMIN), admit=100)
     tenants = Tenants(proxy)
     alice, bob = tenants.key("alice"), tenants.key("bob")
     answer, hers = await says(proxy, ONE, alice)
@@ -56,37 +54,23 @@ async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngin
     response = await proxy.http.get(
         f"/v1/responses/{given.id}", headers={"authorization": f"Bearer {bob}"}
     )
-    refusal(response, 404, "response_not_found", given.id)
+    refusal(response, 404, "response_not_found", "")
 
 
-async def test_only_tenants_calls_open_sessions(start: Start) -> None:
-    proxy = await start(*settings(ADMIN))
-    await proxy.admit(100)
-    refusal(await proxy.call(None, ONE), 401, "no_session", "start_session")
+async def test_who_may_open_how_many(start: Start, proxy: Proxy) -> None:
+    refusal(await proxy.call(KEY, ONE), 401, "no_session", "")  # it is opt-in
+    proxy = await start(*settings(ADMIN), admit=100)
+    refusal(await proxy.call(None, ONE), 401, "no_session", "")
     response = await proxy.http.post("/v1/chat/completions", json={"messages": ONE})
-    refusal(response, 401, "no_session", "start_session")
+    refusal(response, 401, "no_session", "")
     refusal(await proxy.call("sk-nobodys", ONE), 401, "invalid_api_key", "")
     assert not proxy.service.sessions.live
-
-
-async def test_it_is_opt_in(proxy: Proxy) -> None:
-    refusal(await proxy.call(KEY, ONE), 401, "no_session", "start_session")
-
-
-async def test_a_tenants_quota_bounds_its_implicit_sessions(start: Start) -> None:
-    proxy = await start(*settings(ADMIN))
-    await proxy.admit(100)
     key = Tenants(proxy).key("alice", open_sessions=1)
     answer, id = await says(proxy, ONE, key)
     turned_away(await proxy.call(key, OTHER), 429, "quota_exceeded")
     # What goes on opens none.
     assert (await says(proxy, [*ONE, answer, MORE], key))[1] == id
-
-
-async def test_as_many_as_may_be_open(start: Start) -> None:
-    proxy = await start(*settings("sessions.max_open=1"))
-    await proxy.admit(100)
-    await says(proxy, ONE)
+    proxy = await start(*settings("sessions.max_open=1"), admit=100)
     turned_away(await proxy.call(KEY, OTHER), 429, "too_many_sessions")
 
 
@@ -111,14 +95,13 @@ async def test_one_that_leaves_while_it_waits_opens_nothing(start: Start) -> Non
 
 
 async def test_what_cannot_be_sampled_opens_nothing(start: Start) -> None:
-    proxy = await start(*settings())
-    await proxy.admit(5)
+    proxy = await start(*settings(), admit=5)
     long = [{"role": "user", "content": "word " * 5000}]
-    refusal(await proxy.call(KEY, long), 400, "context_length_exceeded", "shorten")
+    refusal(await proxy.call(KEY, long), 400, "context_length_exceeded", "")
     many = [{"role": "user", "content": ""}] * 5000
-    refusal(await proxy.call(KEY, many), 400, "context_length_exceeded", "fewer")
+    refusal(await proxy.call(KEY, many), 400, "context_length_exceeded", "")
     refusal(await proxy.call(KEY, ONE, metadata={"a": "x" * 100_000}), 400, "invalid_request", "")
-    refusal(await proxy.call(KEY, ONE, suffix="x"), 400, "unsupported_parameter", "suffix")
+    refusal(await proxy.call(KEY, ONE, suffix="x"), 400, "unsupported_parameter", "")
     assert not proxy.service.sessions.live
 
 
@@ -133,8 +116,7 @@ async def test_long_text_of_a_short_body_is_hashed_off_the_loop(
         return hash_messages(*args)
 
     monkeypatch.setattr(ImplicitTask, "hash_messages", noted)
-    proxy = await start(*settings())
-    await proxy.admit(5)
+    proxy = await start(*settings(), admit=5)
     search: dict[str, Any] = {"name": "search", "input_schema": {"type": "object"}}
     later = {**search, "name": "later", "description": "x" * 30_000, "defer_loading": True}
     reference = {"type": "tool_reference", "tool_name": "later"}
@@ -154,30 +136,15 @@ async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(
 ) -> None:
     """Sampling is as the agent asks: none of a run's is forced on it."""
     proxy = await start(*settings(), training=False)
+    response = await proxy.post("/v1/completions", {"model": "m", "prompt": "a"}, KEY)
+    assert response.status_code == 200 and not proxy.service.sessions.live
     answer, id = await says(proxy, ONE, temperature=0.5)
     assert (await says(proxy, [*ONE, answer, MORE]))[1] == id
-    assert [r["sampling_params"]["temperature"] for r in engine.requests] == [0.5, 1.0]
+    assert [r["sampling_params"]["temperature"] for r in engine.requests[1:]] == [0.5, 1.0]
     assert [str(i.continuation) for i in session(proxy, id).tree] == ["root", "exact"]
     ended = await idle(proxy, id)
     assert (ended["mode"], ended["state"], ended["final_reward"]) == ("eval", "evaluated", 4)
     assert not await proxy.lease()
-
-
-async def test_without_training_one_without_an_answer_expires(
-    start: Start, engine: ScriptedEngine
-) -> None:
-    proxy = await start(*settings(), training=False)
-    engine.fail("status", status=400)
-    assert (await proxy.call(KEY, ONE)).status_code >= 400
-    (id,) = proxy.service.sessions.live
-    assert (await idle(proxy, id))["state"] == "expired"
-
-
-async def test_without_training_a_legacy_completion_is_nobodys(start: Start) -> None:
-    proxy = await start(*settings(), training=False)
-    response = await proxy.post("/v1/completions", {"model": "m", "prompt": "a"}, KEY)
-    assert response.status_code == 200
-    assert not proxy.service.sessions.live
 
 
 async def test_one_that_waits_for_a_session_as_training_ends_gets_an_eval_session(
@@ -196,8 +163,7 @@ async def test_one_that_is_open_as_training_ends_stays_a_train_session(
     start: Start, engine: ScriptedEngine, named: bool
 ) -> None:
     """Its further calls are sampled as its first ones were, however they are found."""
-    proxy = await start(*settings())
-    await proxy.admit(5)
+    proxy = await start(*settings(), admit=5)
     async with client(proxy) as agent:
         asked: Any = {"model": "m", "max_output_tokens": 16, "temperature": 0.5}
         first = await agent.responses.create(input="hi", **asked)
@@ -214,65 +180,33 @@ async def test_one_that_is_open_as_training_ends_stays_a_train_session(
     assert [r["sampling_params"]["temperature"] for r in engine.requests] == [1.0, 1.0]
 
 
-@pytest.mark.service
-async def test_a_grader_that_misbehaves_costs_its_session_alone(
-    start: Start, tmp_path: Path
-) -> None:
-    """Rejected and counted, never trained on; others are graded all the same."""
-    grader = "tests.support.graders.misbehaves"
-    proxy = await start(*settings("sessions.grader_timeout=10", grader=grader))
-    await proxy.admit(100)
-    cases = {
-        "raises": "RuntimeError: no judge is there at all",
-        "nan": "it returned nan",
-        "fine": None,
-        "hangs": "it took more than 10 s",
-    }
-    for how, why in cases.items():
-        metadata = {"how": how, "pid": str(tmp_path / "pid")}
-        _, id = await says(proxy, ONE, metadata=metadata)
-        ended = await idle(proxy, id)
-        if why is None:
-            assert (ended["state"], ended["final_reward"]) == ("finalized", 1)
-            continue
-        assert ended["state"] == "rejected", ended
-        assert ended["reason"].startswith("grader failed: ") and why in ended["reason"], ended
-    (trained,) = await proxy.lease()
-    assert trained.metadata["how"] == "fine"
-    now = await scrape(proxy)
-    assert now("any_agent_late_rewards_total", outcome="grader_failed") == 3
-    assert now("any_agent_late_rewards_total", outcome="graded") == 1
-    assert now("any_agent_implicit_calls_total", how="opened") == 4
-    assert now("any_agent_implicit_sessions_ended_total") == 4
-    assert now("any_agent_implicit_sessions_open") == 0
-
-
 @pytest.mark.parametrize("rewards", ["null", "agent"])
 async def test_a_reward_that_its_tenant_gives_counts_if_it_may(start: Start, rewards: str) -> None:
     """The agent has its tenant's key, too."""
-    proxy = await start(*settings(f"sessions.rewards={rewards}"))
-    await proxy.admit(5)
+    proxy = await start(*settings(f"sessions.rewards={rewards}"), admit=5)
     _, id = await says(proxy, ONE)
     response = await proxy.post("/rl/v1/set_reward", {"final_reward": 9, "session_id": id}, KEY)
     if rewards == "null":
-        refusal(response, 403, "judge_only", "only its judge may")
+        refusal(response, 403, "judge_only", "")
         assert (await idle(proxy, id))["final_reward"] != 9
         return
     assert response.status_code == 200, response.text
     ended = await idle(proxy, id)
     assert (ended["state"], ended["final_reward"]) == ("finalized", 9)
     assert proxy.service.expiry.outcomes == {"rewarded": 1}
+    now = await scrape(proxy)
+    assert now("any_agent_implicit_calls_total", how="opened") == 1
+    assert now("any_agent_implicit_sessions_ended_total") == 1
+    assert now("any_agent_implicit_sessions_open") == 0
 
 
 async def test_it_goes_on_after_a_restart(start: Start) -> None:
-    proxy = await start(*settings())
-    await proxy.admit(10)
+    proxy = await start(*settings(), admit=10)
     answer, id = await says(proxy, ONE)
     _, other = await says(proxy, OTHER)
     async with client(proxy) as agent:
         given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
-    again = await start(*settings())
-    await again.admit(10)
+    again = await start(*settings(), admit=10)
     _, got = await says(again, [*ONE, answer, MORE])
     assert got == id
     tree = session(again, id).tree
@@ -290,37 +224,26 @@ async def test_it_goes_on_after_a_restart(start: Start) -> None:
 async def test_what_ends_unread_after_a_restart_is_not_gone_on_with_in_another(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start(*settings())
-    await proxy.admit(10)
+    proxy = await start(*settings(), admit=10)
     will_say(engine, proxy, "same", "same", "more")
     (answer, a), (_, b) = [await says(proxy, ONE) for _ in range(2)]
     further, got = await says(proxy, [*ONE, answer, MORE])
     assert got == a
-    again = await start(*settings())
-    await again.admit(10)
+    again = await start(*settings(), admit=10)
     await again.http.post(f"/rl/v1/sessions/{a}/abort", json={})
     _, c = await says(again, [*ONE, answer, MORE, further, MORE])
     assert c not in (a, b)
 
 
 async def test_what_waits_for_the_grader_is_graded_after_a_restart(start: Start) -> None:
-    proxy = await start(*settings())
-    await proxy.admit(10)
+    proxy = await start(*settings(), admit=10)
     _, id = await says(proxy, ONE)
     await proxy.service.endings.await_reward(session(proxy, id), 0.001, by="")
-    again = await start(*settings())
+    again = await start(*settings(), admit=10)
     assert (await over(again, id))["final_reward"] == 2
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["sessions.grader="],
-        ["sessions.store_content=false"],
-        ["sessions.implicit_group_size=99"],
-        ["sessions.implicit_idle_timeout=0"],
-    ],
-)
-def test_it_needs_a_grader_and_what_is_said(wrong: list[str]) -> None:
-    with fails_with(ConfigError, wrong[0].partition("=")[0]):
-        load_config(None, [*settings("rollout.batch_size=8"), *wrong], {})
+def test_it_needs_a_grader_and_what_is_said() -> None:
+    for wrong in ("grader=", "store_content=false", "implicit_group_size=99"):
+        with fails_with(ConfigError, wrong.partition("=")[0]):
+            load_config(None, [*settings("rollout.batch_size=8"), f"sessions.{wrong}"], {})

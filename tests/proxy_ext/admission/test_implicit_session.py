@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
+from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.implicit import (
     KEY,
     MORE,
@@ -20,6 +22,7 @@ from tests.support.implicit import (
     settings,
     will_say,
 )
+from tests.support.messages import agent_of, said_back
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -28,9 +31,7 @@ from tests.support.scripted_engine import ScriptedEngine
 @pytest.fixture
 async def proxy(start: Start) -> Proxy:
     """One that needs no key, with room for many sessions."""
-    proxy = await start(*settings())
-    await proxy.admit(100)
-    return proxy
+    return await start(*settings(), admit=100)
 
 
 async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
@@ -124,36 +125,27 @@ async def test_a_call_renews_the_idle_time(proxy: Proxy) -> None:
     assert session(proxy, id).idle_expires - asyncio.get_running_loop().time() > 250
 
 
-async def test_one_without_an_answer_expires(proxy: Proxy, engine: ScriptedEngine) -> None:
-    engine.fail("status", status=400)
-    assert (await proxy.call(KEY, ONE)).status_code >= 400
-    (id,) = proxy.service.sessions.live
-    ended = await idle(proxy, id)
-    assert (ended["state"], ended["interactions"]) == ("expired", 0)
-    assert "no call was answered" in ended["reason"]
-
-
 async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
     """Nobody else could end it."""
     _, id = await says(proxy, ONE)
-    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
-    proxy.service.sessions.watch(session(proxy, id))
+    proxy.end_ttl({"session_id": id})
     ended = await over(proxy, id)
     assert (ended["state"], ended["final_reward"]) == ("finalized", 2)
     assert proxy.service.expiry.outcomes == {"graded": 1}
 
 
-async def test_at_its_ttl_without_an_answer_it_expires(
-    proxy: Proxy, engine: ScriptedEngine
+@pytest.mark.parametrize("end", ["idle", "ttl"])
+async def test_one_without_an_answer_expires(
+    proxy: Proxy, engine: ScriptedEngine, end: str
 ) -> None:
     engine.fail("status", status=400)
     assert (await proxy.call(KEY, ONE)).status_code >= 400
     (id,) = proxy.service.sessions.live
-    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
-    proxy.service.sessions.watch(session(proxy, id))
-    ended = await over(proxy, id)
-    assert ended["state"] == "expired"
-    assert ended["reason"] == "its ttl ran out, and no call was answered"
+    if end == "ttl":
+        proxy.end_ttl({"session_id": id})
+    ended = await over(proxy, id) if end == "ttl" else await idle(proxy, id)
+    assert (ended["state"], ended["interactions"]) == ("expired", 0)
+    assert "no call was answered" in ended["reason"]
 
 
 async def test_a_first_call_that_failed_and_comes_again(
@@ -170,19 +162,95 @@ async def test_a_first_call_that_failed_and_comes_again(
 
 async def test_a_marked_retry_finds_its_call(proxy: Proxy, engine: ScriptedEngine) -> None:
     go_on = engine.hold(2)
-    body = {"model": "gpt-4o", "messages": ONE, "max_tokens": 8}
-    asked = asyncio.create_task(
-        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "0"})
-    )
+
+    def ask(count: int) -> asyncio.Task[httpx.Response]:
+        body = {"model": "gpt-4o", "messages": ONE, "max_tokens": 8}
+        mark = {"x-stainless-retry-count": str(count)}
+        return asyncio.create_task(proxy.post("/v1/chat/completions", body, KEY, **mark))
+
+    asked = ask(0)
     await until(lambda: engine.running)
     asked.cancel()
     (id,) = proxy.service.sessions.live
     await until(lambda: any(call.vacant for call in session(proxy, id).calls))
-    again = asyncio.create_task(
-        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "1"})
-    )
+    again = ask(1)
     go_on.set()
     answer = await again
     assert (answer.status_code, answer.headers["x-any-agent-session"]) == (200, id)
     assert len(engine.requests) == 1
     assert proxy.service.implicit.calls == {"opened": 1, "retried": 1}
+
+
+# -- every API -------------------------------------------------------------------------------------
+
+INSTRUCTIONS, ASKED = ONE[0]["content"], ONE[1]["content"]
+
+
+def turns(proxy: Proxy) -> list[str]:
+    """How each call of the only session came about."""
+    (id,) = proxy.service.sessions.live
+    return [str(i.continuation) for i in session(proxy, id).tree]
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_responses_go_on_by_the_whole_conversation_or_the_earlier_answers_id(
+    proxy: Proxy, named: bool
+) -> None:
+    asked: dict[str, Any] = {"model": "m", "instructions": INSTRUCTIONS, "max_output_tokens": 16}
+    async with client(proxy) as agent:
+        first = await agent.responses.create(input=ASKED, **asked)
+        if named:
+            again = await agent.responses.create(
+                input="Another one.", previous_response_id=first.id, **asked
+            )
+        else:
+            said = [item.to_dict(mode="json") for item in first.output]
+            whole: Any = [{"role": "user", "content": ASKED}, *said, MORE]
+            again = await agent.responses.create(input=whole, **asked)
+        assert turns(proxy) == ["root", "exact"]
+        assert (await agent.responses.retrieve(again.id)).output_text == again.output_text
+        items = await agent.responses.input_items.list(first.id)
+        assert len(items.data) == 1
+
+
+async def test_what_has_no_conversation_opens_no_session(proxy: Proxy) -> None:
+    body = {"model": "m", "input": "hi", "previous_response_id": "resp_0000" + "0" * 28}
+    response = await proxy.post("/v1/responses", body, KEY)
+    refusal(response, 404, "previous_response_not_found", "")
+    response = await proxy.http.get("/v1/responses/resp_0000abc")
+    refusal(response, 404, "response_not_found", "")
+    response = await proxy.post("/v1/completions", {"model": "m", "prompt": "a"}, KEY)
+    refusal(response, 400, "no_conversation", "")
+    assert not proxy.service.sessions.live
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_conversation_over_all_apis(proxy: Proxy, stream: bool) -> None:
+    messages: list[Any] = list(ONE)
+    if stream:
+        events, _ = await proxy.stream(KEY, messages)
+        deltas = (event["choices"][0]["delta"] for event in events if event["choices"])
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        messages += [{"role": "assistant", "content": text}, MORE]
+    else:
+        messages += [(await says(proxy, messages))[0], MORE]
+    asked: dict[str, Any] = {"model": "claude", "max_tokens": 8, "system": INSTRUCTIONS}
+    async with agent_of(proxy, KEY) as agent:
+        for _ in range(2):
+            if stream:
+                async with agent.messages.stream(messages=messages[1:], **asked) as parts:
+                    answer = await parts.get_final_message()
+            else:
+                answer = await agent.messages.create(messages=messages[1:], **asked)
+            messages += [said_back(answer), MORE]
+    async with client(proxy) as other:
+        plain: Any = [{"role": m["role"], "content": text_of(m)} for m in messages[1:]]
+        await other.responses.create(
+            model="m", instructions=INSTRUCTIONS, input=plain, max_output_tokens=16
+        )
+    assert turns(proxy) == ["root", "exact", "exact", "exact"]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
