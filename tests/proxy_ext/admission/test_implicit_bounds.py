@@ -22,7 +22,6 @@ from tests.support.implicit import (
     SYSTEM,
     client,
     idle,
-    over,
     says,
     session,
     settings,
@@ -233,14 +232,6 @@ async def test_what_ends_unread_after_a_restart_is_not_gone_on_with_in_another(
     await again.http.post(f"/rl/v1/sessions/{a}/abort", json={})
     _, c = await says(again, [*ONE, answer, MORE, further, MORE])
     assert c not in (a, b)
-
-
-async def test_what_waits_for_the_grader_is_graded_after_a_restart(start: Start) -> None:
-    proxy = await start(*settings(), admit=10)
-    _, id = await says(proxy, ONE)
-    await proxy.service.endings.await_reward(session(proxy, id), 0.001, by="")
-    again = await start(*settings(), admit=10)
-    assert (await over(again, id))["final_reward"] == 2
 
 
 def test_it_needs_a_grader_and_what_is_said() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,9 +13,16 @@ from any_agent.errors import Conflict, NotFound
 from any_agent.protocol.rl import MAX_NAMED
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
+from any_agent.types import SessionState
 from proxy_ext import leases
+from proxy_ext.sessions import indexes as module
+from proxy_ext.sessions.groups import GroupBook
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.indexes import LeaseIndex
+from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.errors import fails_with
+from tests.support.journal import make_row
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -28,19 +36,6 @@ async def state(proxy: Proxy, session_id: str) -> str:
 async def some(proxy: Proxy, number: int, **fields: Any) -> list[str]:
     """Ids of sessions that are finalized."""
     return [(await proxy.finished_session(**fields))["session_id"] for _ in range(number)]
-
-
-async def test_only_closed_groups_are_handed_out(proxy: Proxy) -> None:
-    first = await proxy.finished_session(group_id="g", group_size=2, reward=0.5)
-    assert await proxy.lease() == []
-    second = await played(proxy, group_id="g", group_size=2)
-    assert await proxy.lease() == []
-    await finalize(proxy, second, final_reward=2)
-    group = await proxy.lease()
-    assert [t.session_id for t in group] == [first["session_id"], second["session_id"]]
-    assert [t.final_reward for t in group] == [0.5, 2.0]
-    assert {t.group_id for t in group} == {"g"}
-    assert await proxy.lease() == []
 
 
 async def test_a_lease_carries_everything(proxy: Proxy, engine: ScriptedEngine) -> None:
@@ -375,3 +370,74 @@ async def test_an_export_leaves_alone_what_a_trainer_has_had(proxy: Proxy) -> No
     refusal(response, 409, "in_training", "")
     await proxy.client.set_run("finished", step=1, checkpoint=None)
     assert list(await proxy.export(session_id)) == [session_id]
+
+
+class Counted(dict[str, RecordedSession]):
+    """Counts how often a session is looked at."""
+
+    looks = 0
+
+    def get(self, id: str, default: Any = None) -> Any:
+        self.looks += 1
+        return super().get(id, default)
+
+
+def index_of(live: dict[str, RecordedSession]) -> LeaseIndex:
+    return LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, min_size=1))
+
+
+def test_polls_among_ten_thousand_sessions() -> None:
+    live = Counted()
+    leasable = index_of(live)
+
+    def move(k: int, state: SessionState) -> None:
+        row = make_row(f"s{k}", created_at=float(k), state=state)
+        live.setdefault(row.id, RecordedSession(row)).row = row
+        leasable.update(live[row.id])
+
+    for k in range(10_000):
+        move(k, SessionState.OPEN if k % 2 else SessionState.FINALIZED)
+    assert [s.id for (s,) in leasable.first(2)] == ["s0", "s2"]
+    live.looks = 0
+    for _ in range(100):
+        leasable.first(1)
+    assert live.looks == 100
+    # The oldest first, whenever it became ready.
+    move(0, SessionState.LEASED)
+    move(1, SessionState.FINALIZED)
+    assert [s.id for (s,) in leasable.first(2)] == ["s1", "s2"]
+    assert [s.id for s in leasable.leased] == ["s0"]
+    move(0, SessionState.FINALIZED)
+    move(1, SessionState.REJECTED)
+    del live["s1"]
+    assert [s.id for (s,) in leasable.first(2)] == ["s0", "s2"]
+    assert list(leasable.leased) == []
+    assert live.looks < 120
+
+
+def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING", 10)
+    live: dict[str, RecordedSession] = {}
+    leasable = index_of(live)
+    for k in range(100):
+        row = make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
+        session = live[row.id] = RecordedSession(row)
+        leasable.update(session)
+        if k != 50:
+            session.row = replace(row, state=SessionState.ABORTED)
+            del live[row.id]
+            leasable.update(session)
+    kept = [each for each in vars(leasable).values() if isinstance(each, list | set | dict)]
+    assert sum(map(len, kept)) < 20
+    assert [s.id for (s,) in leasable.first(2)] == ["s50"]
+
+
+async def test_groups_are_found_after_a_restart(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many sessions were recovered before their groups were."""
+    monkeypatch.setattr(module, "MAX_PENDING", 0)
+    proxy = await start(admit=8)
+    ids = [(await proxy.finished_session(group_id="g"))["session_id"] for _ in range(2)]
+    again = await start()
+    assert [t.session_id for t in await again.lease()] == ids

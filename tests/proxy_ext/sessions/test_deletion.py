@@ -177,23 +177,6 @@ async def test_a_veto_keeps_the_record(proxy: Proxy, start: Start) -> None:
         assert (await each.capacity())["buffered"] == 0
 
 
-async def test_a_vetoed_member_leaves_its_group(proxy: Proxy) -> None:
-    sessions = [await finalized(proxy, group_id="g", group_size=3) for _ in range(2)]
-    last = await begun(proxy, group_id="g", group_size=3)
-    await proxy.post(f"/rl/v1/sessions/{sessions[0]['session_id']}/veto", {})
-    await finalize(proxy, last, final_reward=0)
-    leased = {t.session_id for t in await proxy.lease(wait=5)}
-    assert leased == {sessions[1]["session_id"], last["session_id"]}
-
-
-async def test_another_sessions_key_deletes_nothing(start: Start) -> None:
-    proxy = await start("server.admin_key=operator-secret", admit=10)
-    session, other = await finalized(proxy), await begun(proxy)
-    bearer = {"authorization": f"Bearer {other['api_key']}"}
-    assert (await delete(proxy, session, **bearer)).status_code in (400, 404)
-    assert found_on_disk(proxy)
-
-
 async def test_what_was_exported_can_be_deleted(proxy: Proxy) -> None:
     """Whoever exported it trains elsewhere: no resume of this run asks for it."""
     session = await finalized(proxy)

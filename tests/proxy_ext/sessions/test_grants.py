@@ -106,20 +106,6 @@ async def test_it_is_not_in_the_trainers_way(proxy: Proxy, start: Start) -> None
     assert await counted(again) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("how", ["veto", "delete"])
-async def test_what_nobody_exports_can_be_ended(proxy: Proxy, how: str) -> None:
-    async with ArealClient(proxy.url, None) as client:
-        episode = await granted(client)
-    path = f"/rl/v1/sessions/{episode.session_id}"
-    if how == "veto":
-        response = await proxy.post(f"{path}/veto", {})
-    else:
-        response = await proxy.http.delete(path)
-    assert response.json()["state"] == "rejected"
-    assert not proxy.service.sessions.live
-    assert (await proxy.capacity())["buffered"] == 0
-
-
 @pytest.mark.parametrize("finished", [False, True])
 async def test_without_a_training_a_grant_is_needed(start: Start, finished: bool) -> None:
     proxy = await start(training=finished)

@@ -36,17 +36,6 @@ def test_names_follow_from_the_seed() -> None:
     assert all(0 <= seed < 2**31 for seed in some(1, 7)[9:])
 
 
-def test_a_members_name_follows_from_its_group_alone() -> None:
-    """So openers of other groups may come before it, or after."""
-    names, other = SessionIds(0, 7), SessionIds(0, 7)
-    for k in range(3):
-        other.new_session()
-        other.new_member(other.new_generation("another", ()), k)
-    assert names.new_member("g", 1) == other.new_member("g", 1)
-    assert names.new_generation("t", ()) == other.new_generation("t", ())
-    assert names.new_session() != other.new_session()
-
-
 def test_generations_of_one_moment_differ() -> None:
     names = SessionIds(0, 7)
     taken: list[str] = []

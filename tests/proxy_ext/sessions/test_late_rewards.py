@@ -112,29 +112,6 @@ async def test_a_deadline_survives_a_restart(start: Start, proxy: Proxy) -> None
     assert [t.session_id for t in await again.lease()] == [long["session_id"]]
 
 
-async def test_a_group_waits_for_its_members_reward(proxy: Proxy) -> None:
-    first = await proxy.finished_session(group_id="g", group_size=2)
-    second = await awaiting(proxy, 600, group_id="g", group_size=2)
-    assert await proxy.lease() == []
-    await finalize(proxy, second, final_reward=0)
-    leased = {t.session_id for t in await proxy.lease()}
-    assert leased == {first["session_id"], second["session_id"]}
-
-
-async def test_the_client_gives_late_rewards(proxy: Proxy) -> None:
-    client = proxy.client
-    session = await client.start_session(ttl=100)
-    completion = (await proxy.complete(session.api_key))["id"]
-    assert 0 < (await client.heartbeat(session)).expires_in <= 100
-    given = await client.set_reward(session.api_key, {"a": 1, "b": 2}, completion_id=completion)
-    assert (given.reward, given.interaction_id) == (3, completion)
-    info = await client.finalize(session.api_key, await_reward=True, deadline=50)
-    assert info.state == "awaiting_reward" and info.awaits_in is not None and info.awaits_in <= 50
-    assert (await client.set_final_reward(session.api_key, {"judge": 0.5})).reward == 0.5
-    info = await client.finalize(session.api_key)
-    assert (info.state, info.final_reward) == ("finalized", 0.5)
-
-
 async def test_metrics_count_rewards_and_how_they_came(proxy: Proxy) -> None:
     session = await awaiting(proxy)
     await proxy.post("/rl/v1/set_reward", {"reward": {"a": 1, "b": 1}}, session["api_key"])

@@ -27,15 +27,6 @@ async def pinned(proxy: Proxy, version: Any = "current") -> dict[str, Any]:
     return await proxy.open(mode="eval", version=version)
 
 
-async def test_eval_takes_no_slot(start: Start) -> None:
-    proxy = await start()
-    session = await proxy.finished_session(mode="eval")
-    now = await proxy.capacity()
-    assert (now["admitted"], now["running"], now["buffered"]) == (0, 0, 0)
-    assert (await info(proxy, session))["state"] == "evaluated"
-    assert await proxy.lease() == []
-
-
 async def test_calls_of_the_pinned_version_go_through(proxy: Proxy, engine: ScriptedEngine) -> None:
     await update(proxy, engine, 3)
     for version in ("current", 3):

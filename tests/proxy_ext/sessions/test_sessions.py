@@ -1,4 +1,4 @@
-"""Opening sessions: slots, the queue, groups, lanes."""
+"""Opening sessions: slots, the queue that the trainer sees, groups, lanes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import RunFinished
-from any_agent.types import SessionState
+from proxy_ext.sessions import slots as admission
+from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.support.proxy import Proxy, noticed_hang_up, signer, until
+from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import abort, awaiting, finalize, hold_commits, info
+from tests.support.sessions import awaiting, finalize, hold_commits, info
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -110,23 +111,6 @@ async def test_a_group_member_that_leaves_frees_the_groups_place(start: Start) -
     await proxy.open()
 
 
-async def test_an_opener_that_leaves_while_it_is_written_holds_no_slot(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = proxy.service.journal
-    begun, go = hold_commits(journal, monkeypatch)
-    noticed = noticed_hang_up(monkeypatch)
-    opening = start_waiting(proxy)
-    async with asyncio.timeout(60):
-        await begun.wait()
-        opening.cancel()
-        await noticed.wait()
-    go.set()
-    await until(lambda: journal.sessions([SessionState.ABORTED]))
-    assert (await proxy.capacity())["running"] == 0
-    assert proxy.service.sessions.counts.now["train", SessionState.ABORTED] == 1
-
-
 async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start) -> None:
     proxy = await start()
     client = RLClient(proxy.url)
@@ -151,12 +135,6 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     assert (await proxy.call("DUMMY")).status_code == 200
     assert (await proxy.http.get("/rl/v1/run")).json()["state"] == "finished"
     await client.close()
-
-
-async def test_a_service_that_does_not_train_refuses_train_sessions(start: Start) -> None:
-    proxy = await start(training=False)
-    await refused(proxy, 409, "run_finished")
-    await proxy.open(mode="eval")
 
 
 # -- groups ------------------------------------------------------------------------------------
@@ -223,20 +201,6 @@ async def test_a_waiting_group_holds_back_those_behind_it(start: Start) -> None:
     assert (await group).status_code == (await single).status_code == 200
 
 
-async def test_a_late_member_is_refused_also_after_a_restart(start: Start) -> None:
-    proxy = await start(admit=10)
-    for _ in range(2):
-        await proxy.finished_session(group_id="g", group_size=2)
-    await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
-    await proxy.finished_session(group_id="partial", group_size=3)
-    again = await start(admit=10)
-    await refused(again, 409, "group_closed", group_id="g", group_size=2)
-    await again.open(group_id="partial", group_size=3)
-    assert {t.group_id for t in await again.lease()} == {"g"}
-    third = await start(admit=10)
-    await refused(third, 409, "group_closed", group_id="g", group_size=2)
-
-
 async def test_group_sizes_must_agree(proxy: Proxy) -> None:
     assert (await proxy.open(group_id="g", group_size=3))["group_id"] == "g"
     await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
@@ -276,15 +240,6 @@ async def test_one_too_many_that_waited_joins_a_tasks_next_generation_alone(
         (late,) = [answer for answer in answers if "error" in answer]
         assert late["error"]["code"] == "group_closed"
         assert await slots(proxy) == (8, 0, 8)
-
-
-async def test_a_group_of_dropped_members_frees_its_slots(proxy: Proxy) -> None:
-    for _ in range(2):
-        await abort(proxy, await proxy.open(group_id="g", group_size=2))
-    now = await proxy.capacity()
-    assert (now["running"], now["buffered"], now["reserved"]) == (0, 0, 0)
-    assert await proxy.lease() == []
-    assert len(proxy.service.sessions.groups) == 0
 
 
 # -- ends and lanes ----------------------------------------------------------------------------
@@ -348,3 +303,64 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
     await refused(proxy, 409, "lane_busy", api_key=key, wait=5)
     await proxy.admit(5)
     assert (await one).status_code == 200
+
+
+async def test_the_queue_is_told_in_its_order(start: Start) -> None:
+    proxy = await start()
+    opens = []
+    for fields in ({"group_id": "g", "group_size": 3}, {}, {"task_id": "t", "group_size": 2}):
+        opens.append(asyncio.create_task(proxy.open(**fields, wait=60)))
+        await until(
+            lambda: proxy.service.sessions.admission.waiting == sum([3, 1, 2][: len(opens)])
+        )
+    now = await proxy.capacity()
+    assert (now["queue"], now["waiting"]) == ([3, 1, 2], 6)
+    assert (await proxy.admit(3))["queue"] == [1, 2]
+    assert (await proxy.admit(6))["queue"] == []
+    await asyncio.gather(*opens)
+
+
+async def test_one_that_did_not_wait_is_remembered_until_it_is_served(start: Start) -> None:
+    proxy = await start()
+    for _ in range(2):  # asking twice is one wish
+        response = await proxy.http.post(
+            "/rl/v1/start_session", json={"group_id": "g", "group_size": 2}
+        )
+        assert response.status_code == 429
+    now = await proxy.capacity()
+    # Nobody waits, but somebody will ask for two.
+    assert (now["queue"], now["waiting"]) == ([2], 0)
+    await proxy.admit(2)
+    await proxy.open(group_id="g", group_size=2)
+    assert (await proxy.capacity())["queue"] == []
+    # A single session may go to any rank, a lane's next one may not.
+    assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 429
+    assert (await proxy.capacity())["queue"] == []
+    lane = await proxy.open(mode="eval")
+    await proxy.complete(lane["api_key"])
+    await proxy.post("/rl/v1/finalize", {}, lane["api_key"])
+    body = {"api_key": lane["api_key"]}
+    assert (await proxy.http.post("/rl/v1/start_session", json=body)).status_code == 429
+    assert (await proxy.capacity())["queue"] == [1]
+
+
+async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Admission(max_waiting=9)
+    for number in range(200):
+        slots.remember(f"g{number}", 1)
+    assert len(slots.queue) == admission.MAX_SHOWN
+    slots.request(5)
+    assert slots.queue[0] == 5
+    monkeypatch.setattr(admission, "RECALL_SECONDS", -1.0)
+    slots.remember("g0", 2)
+    assert slots.queue == [5] + [1] * (admission.MAX_SHOWN - 1)
+
+
+async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
+    held = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    for number, limit, expected in ((7, 20, 20), (8, 3, 3), (7, 50, 3), (8, 4, 4)):
+        now = await proxy.admit(limit, number=number, held=[held])
+        assert now["limit"] == expected
+    # Another trainer counts anew.
+    assert (await proxy.admit(9, owner="next", number=1))["limit"] == 9
