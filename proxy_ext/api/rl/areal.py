@@ -54,7 +54,7 @@ router = APIRouter(route_class=StrictRoute)
 
 _REFRESH_WAIT = 115.0
 """Longest wait in seconds of a key's next session for a slot; AReaL's clients stop after 130."""
-SLICE = 2.0
+_SLICE = 2.0
 """Seconds of one wait for a slot that the trainer admits, before grants are checked again."""
 _EXPORT_WAIT = 240.0
 """Longest wait in seconds of an export for its session's end; aiohttp's clients stop after 300."""
@@ -232,7 +232,7 @@ async def _start(
     task = body.task_id or "task"
     while True:
         began = time.monotonic()
-        wait = min(SLICE, max(0.0, deadline - began))
+        wait = min(_SLICE, max(0.0, deadline - began))
         start = StartSession(
             task_id=body.task_id,
             group_size=None,

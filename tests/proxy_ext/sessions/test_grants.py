@@ -10,11 +10,10 @@ import pytest
 
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from any_agent.types import SessionState
-from proxy_ext.api.rl import areal
 from proxy_ext.journal.base import EXPORT_OWNER, GRANT_OWNER
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.areal_client import ArealClient, Episode
-from tests.support.proxy import Proxy, until
+from tests.support.proxy import Proxy
 from tests.support.proxy_fixtures import Start
 from tests.support.sessions import unwritable
 
@@ -121,23 +120,6 @@ async def test_without_a_training_a_grant_is_needed(start: Start, finished: bool
         assert len(await client.export(episode.session_id)) == 1
 
 
-async def test_without_a_training_the_next_episode_waits_for_its_grant(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(areal, "SLICE", 0.05)
-    proxy = await start(training=False)
-    async with ArealClient(proxy.url, None) as client:
-        episode = await granted(client, end=False)
-        following = asyncio.create_task(client.start("task", api_key=episode.api_key))
-
-        async def ended() -> bool:
-            return (await state_of(proxy, episode))[0] is SessionState.FINALIZED
-
-        await until(ended)
-        await client.grant_capacity()
-        assert (await following).session_id == "task-0-1"
-
-
 async def test_a_grant_that_another_open_takes_is_not_counted_on(start: Start) -> None:
     proxy = await start(training=False)
     async with ArealClient(proxy.url, None) as client:
@@ -153,6 +135,9 @@ async def test_a_grant_that_is_not_used_can_be_taken_back(proxy: Proxy, start: S
         assert await client.grant_capacity() == {"capacity": 1}
         assert (await proxy.capacity())["grants"] == 1
         back = {"change": -1}
+        with unwritable(proxy.service.journal):
+            response = await proxy.post("/grant_capacity", back)
+            assert response.json()["error"]["code"] == "store_unavailable"
         for body, left in (({"of": "run"}, 1), (back | {"of": "run"}, 0), (back, 0)):
             response = await proxy.post("/grant_capacity", body)
             assert response.json() == {"capacity": left}
@@ -161,16 +146,6 @@ async def test_a_grant_that_is_not_used_can_be_taken_back(proxy: Proxy, start: S
         assert (await proxy.capacity())["grants"] == 0
     again = await start()
     assert (await again.capacity())["grants"] == 0
-
-
-async def test_what_is_taken_back_stays_if_that_cannot_be_written(proxy: Proxy) -> None:
-    async with ArealClient(proxy.url, None) as client:
-        await client.grant_capacity()
-        with unwritable(proxy.service.journal):
-            response = await proxy.post("/grant_capacity", {"change": -1})
-            assert response.json()["error"]["code"] == "store_unavailable"
-        await proxy.admit(0)
-        assert (await client.start("task")).session_id == "task-0-0"
 
 
 async def test_an_open_for_a_grant_alone_ends_nothing_without_one(proxy: Proxy) -> None:

@@ -13,7 +13,7 @@ from any_agent.chat import chain_keys
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import Lane
 from any_agent.record import InteractionTree, strip_content
-from any_agent.types import Interaction, Trajectory
+from any_agent.types import Interaction
 from proxy_ext.journal import StoredInteraction
 from proxy_ext.sessions.session import RecordedSession, add_to_tree
 from proxy_ext.sessions.tree_cache import TreeCache
@@ -21,49 +21,14 @@ from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, signer, until
 from tests.support.proxy_fixtures import Start
 from tests.support.records import make_interaction
+from tests.support.retries import text_of
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import abort
+from tests.support.sessions import abort, finalize
 
 COLD = "sessions.hot_bytes=0"
 """Whatever is not in use is let go."""
 
 # -- the same as if they had stayed in memory ------------------------------------------------------
-
-
-class Talk:
-    """What an agent knows of its session: the conversations that it may go on with."""
-
-    def __init__(self, opened: dict[str, Any]) -> None:
-        self.id, self.key = opened["session_id"], opened["api_key"]
-        self.histories: list[list[dict[str, Any]]] = [HELLO]
-        self.completions: list[str] = []
-
-    async def call(self, proxy: Proxy, rng: random.Random) -> None:
-        """Go on with any of them, so that the session becomes a tree."""
-        messages = rng.choice(self.histories[-4:])
-        fields = {"stream": True} if rng.random() < 0.3 else {}
-        if fields:
-            events, done = await proxy.stream(self.key, messages)
-            assert done
-            deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
-            answer = {
-                "role": "assistant",
-                "content": "".join(d.get("content") or "" for d in deltas),
-            }
-            self.completions.append(events[0]["id"])
-        else:
-            told = await proxy.complete(self.key, messages)
-            answer = {"role": "assistant", "content": told["choices"][0]["message"]["content"]}
-            self.completions.append(told["id"])
-        said = {"role": "user", "content": f"go on {rng.randrange(1000)}"}
-        self.histories.append([*messages, answer, said])
-
-    async def reward(self, proxy: Proxy, rng: random.Random) -> None:
-        body: dict[str, Any] = {"reward": rng.random()}
-        if rng.random() < 0.5:
-            body["completion_id"] = rng.choice(self.completions)
-        response = await proxy.post("/rl/v1/set_reward", body, self.key)
-        assert response.status_code == 200, response.text
 
 
 def plain(interactions: Sequence[Interaction]) -> list[Any]:
@@ -88,32 +53,39 @@ def plain(interactions: Sequence[Interaction]) -> list[Any]:
 
 
 async def walk(proxy: Proxy, engine: ScriptedEngine, seed: int) -> tuple[list[Any], list[Any]]:
-    """Some sessions in turns: the prompts that the engine got, and what the trainer is handed."""
+    """Some sessions in turns, each a tree: the engine's prompts, and what the trainer is handed."""
     rng, trees = random.Random(seed), proxy.service.sessions.trees
     engine.requests.clear()
-    talks = [Talk(await proxy.open()) for _ in range(4)]
-    for _ in range(40):
+    opened = [await proxy.open() for _ in range(4)]
+    talks: dict[str, list[list[dict[str, Any]]]] = {s["api_key"]: [list(HELLO)] for s in opened}
+    completions: dict[str, list[str]] = {key: [] for key in talks}
+    for turn in range(30):
         # Nobody is at work now, so with COLD nothing stays.
         trees.trim()
-        talk = rng.choice(talks)
-        if talk.completions and rng.random() < 0.3:
-            await talk.reward(proxy, rng)
+        key = opened[turn % 4]["api_key"] if turn < 4 else rng.choice(list(talks))
+        messages = rng.choice(talks[key][-4:])
+        if rng.random() < 0.3:
+            events, _ = await proxy.stream(key, messages)
+            id, text = events[0]["id"], text_of(events)
         else:
-            await talk.call(proxy, rng)
-    for talk in talks:
+            told = await proxy.complete(key, messages)
+            id, text = told["id"], told["choices"][0]["message"]["content"]
+        completions[key].append(id)
+        said = {"role": "user", "content": f"go on {turn}"}
+        talks[key].append([*messages, {"role": "assistant", "content": text}, said])
         trees.trim()
-        if not talk.completions:
-            await talk.call(proxy, rng)
-        ended = await proxy.post("/rl/v1/finalize", {"final_reward": rng.random()}, talk.key)
-        assert ended.json()["interactions"] == len(talk.completions)
-    order = [talk.id for talk in talks]
+        if rng.random() < 0.4:
+            named = {"completion_id": rng.choice(completions[key])} if rng.random() < 0.5 else {}
+            reward = {"reward": rng.random(), **named}
+            assert (await proxy.post("/rl/v1/set_reward", reward, key)).status_code == 200
+    for session in opened:
+        trees.trim()
+        ended = await finalize(proxy, session, final_reward=rng.random())
+        assert ended["interactions"] == len(completions[session["api_key"]])
     trees.trim()
-    leased: list[Trajectory] = []
-    while len(leased) < len(talks):
-        leased += await proxy.lease(wait=60)
-        trees.trim()
+    leased = [trajectory for _ in opened for trajectory in await proxy.lease(wait=60)]
+    order = [session["session_id"] for session in opened]
     leased.sort(key=lambda t: order.index(t.session_id))
-    assert [t.session_id for t in leased] == order
     prompts = [request["input_ids"] for request in engine.requests]
     return prompts, [(plain(t.interactions), t.final_reward) for t in leased]
 
