@@ -247,15 +247,6 @@ async def test_export_leases_what_it_exports(proxy: Proxy) -> None:
     assert response.status_code == 404
 
 
-async def test_a_group_is_not_handed_out_in_part(proxy: Proxy) -> None:
-    first, second = await some(proxy, 2, group_id="g", group_size=2)
-    await proxy.export(first)
-    assert await proxy.lease() == []
-    # As when the export's lease runs out.
-    await proxy.service.leases.give_back([first], "export")
-    assert [t.session_id for t in await proxy.lease()] == [first, second]
-
-
 async def test_an_export_that_is_refused_leases_nothing(proxy: Proxy) -> None:
     session = await proxy.open()
     id, key = session["session_id"], session["api_key"]

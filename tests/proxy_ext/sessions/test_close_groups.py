@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from proxy_ext.sessions.expiry import SessionExpirer
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support import sessions
 from tests.support.proxy import Proxy, until
@@ -91,41 +90,6 @@ async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: boo
     await refused(proxy, 409, "group_closed", group_id="g", group_size=4)
 
 
-async def test_a_group_that_is_too_small_is_rejected_after_a_restart(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its proxy died between the two: what it had must not be trained on now."""
-
-    async def never(*_: Any) -> None: ...
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SessionExpirer, "close_groups", never)
-        proxy = await start(admit=8)
-        session = await proxy.finished_session(group_id="g", group_size=2)
-        other = await proxy.open(group_id="g", group_size=2)
-        await abort(proxy, other)
-        assert await proxy.lease() == []
-    again = await start()
-    assert await again.lease() == []
-    await until(lambda: not again.service.sessions.live)
-    assert (await info(again, session))["reason"] == "group_too_small"
-
-
-async def test_a_group_of_which_an_export_holds_the_last_one_waits(start: Start) -> None:
-    proxy = await start("sessions.min_group_size=3", admit=8)
-    done = [await proxy.finished_session(group_id="g", group_size=3) for _ in range(2)]
-    await proxy.export(done[0]["session_id"])
-    last = await proxy.open(group_id="g", group_size=3)
-    await abort(proxy, last)
-    store = proxy.service.sessions
-    for _ in range(2):
-        await proxy.service.expiry.close_groups()
-    assert (store.groups.too_small, len(store.live)) == (0, 2)
-    await proxy.service.leases.give_back([done[0]["session_id"]], "export")
-    await proxy.service.expiry.close_groups()
-    assert (store.groups.too_small, len(store.live), len(store.groups)) == (1, 0, 0)
-
-
 async def test_members_that_open_at_once_all_get_in(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,34 +118,29 @@ async def slots(proxy: Proxy) -> tuple[int, int, int]:
     return now["admitted"], now["reserved"], now["running"]
 
 
-async def test_another_session_takes_the_place(start: Start) -> None:
-    proxy = await start(admit=2)
-    first = await proxy.open(group_id="g", group_size=2)
-    done = await proxy.finished_session(group_id="g", group_size=2)
-    aborted = await abort(proxy, first, reason="it failed", keep_place=True)
-    assert (aborted["state"], aborted["reason"]) == ("aborted", "it failed")
-    assert await proxy.lease() == [], "the group waits for who takes the place"
-    # Its slot is the group's, though the cap is reached.
-    assert await slots(proxy) == (3, 1, 0)
-    again = await proxy.finished_session(group_id="g", group_size=2)
-    assert await slots(proxy) == (3, 0, 0)
-    leased = {trajectory.session_id for trajectory in await proxy.lease()}
-    assert leased == {done["session_id"], again["session_id"]}
-    late = await proxy.http.post("/rl/v1/start_session", json={"group_id": "g", "group_size": 2})
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "group_closed")
-
-
-async def test_without_a_kept_place_the_group_closes_smaller(start: Start) -> None:
-    proxy = await start(admit=3)
-    first = await proxy.open(group_id="g", group_size=3)
+async def test_another_session_takes_the_place_after_a_restart_too(start: Start) -> None:
+    settings = ("rollout.deterministic=true", "rollout.max_failures=1")
+    proxy = await start(*settings, admit=3)
+    done = await proxy.finished_session(group_id="g", group_size=3)
     for _ in range(2):
-        await proxy.finished_session(group_id="g", group_size=3)
-    await abort(proxy, first)
-    assert len(await proxy.lease()) == 2
+        opened = await proxy.open(group_id="g", group_size=3)
+        aborted = await abort(proxy, opened, reason="it failed", keep_place=True)
+        assert (aborted["state"], aborted["reason"]) == ("aborted", "it failed")
+    assert await proxy.lease() == [], "the group waits for who takes the place"
+    # Its slots are the group's, though the cap is reached.
+    again = await start(*settings)
+    for each in (proxy, again):
+        assert await slots(each) == (5, 2, 0)
+    await again.admit(5)
+    more = [await again.finished_session(group_id="g", group_size=3) for _ in range(2)]
+    assert await slots(again) == (5, 0, 0)
+    leased = {trajectory.session_id for trajectory in await again.lease()}
+    assert leased == {session["session_id"] for session in (done, *more)}
+    await refused(again, 409, "group_closed", group_id="g", group_size=3)
     # A session without a group has no place to keep.
-    await proxy.admit(4)
-    await abort(proxy, await proxy.open(), keep_place=True)
-    assert await slots(proxy) == (4, 0, 0)
+    await again.admit(6)
+    await abort(again, await again.open(), keep_place=True)
+    assert await slots(again) == (6, 0, 0)
 
 
 async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> None:
@@ -204,22 +163,6 @@ async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: S
     group.deadline = 0.0
     await until(lambda: not proxy.service.sessions.groups.all())
     assert await slots(proxy) == (3, 0, 0)
-
-
-async def test_places_outlive_a_restart(start: Start) -> None:
-    settings = ("rollout.deterministic=true", "rollout.max_failures=1")
-    proxy = await start(*settings, admit=3)
-    done = await proxy.finished_session(group_id="g", group_size=3)
-    for _ in range(2):
-        await abort(proxy, await proxy.open(group_id="g", group_size=3), keep_place=True)
-    assert await slots(proxy) == (5, 2, 0)
-    again = await start(*settings)
-    assert await slots(again) == (5, 2, 0)
-    await again.admit(5)
-    more = [await again.finished_session(group_id="g", group_size=3) for _ in range(2)]
-    assert await slots(again) == (5, 0, 0)
-    leased = {trajectory.session_id for trajectory in await again.lease()}
-    assert leased == {session["session_id"] for session in (done, *more)}
 
 
 async def test_a_place_in_a_group_that_is_over_is_nobodys(start: Start) -> None:

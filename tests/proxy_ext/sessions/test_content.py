@@ -32,18 +32,6 @@ async def test_the_content_is_what_the_services_own_grader_is_given(proxy: Proxy
     assert given["metadata"] == {"answer": 5}
 
 
-async def test_content_is_its_owners(start: Start) -> None:
-    proxy = await start("server.admin_key=the-operators", admit=10)
-    mine, other = await talk(proxy), await talk(proxy)
-    assert (await proxy.client.session_content(mine["session_id"])).interactions
-    with pytest.raises(NotFound):
-        await proxy.client.session_content(mine["session_id"], other["api_key"])
-    answer = await proxy.http.get(
-        f"/rl/v1/sessions/{mine['session_id']}/content", headers={"Authorization": "Bearer no"}
-    )
-    assert answer.status_code == 401
-
-
 async def test_what_is_not_kept_is_not_there(start: Start, proxy: Proxy) -> None:
     session = await talk(proxy)
     await proxy.client.delete_session(session["session_id"])

@@ -6,14 +6,13 @@ import asyncio
 from typing import Any
 
 import httpx
-import pytest
 
 from proxy_ext.journal import EraseContent
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import abort, finalize, info, unwritable
+from tests.support.sessions import finalize, info, unwritable
 
 CANARY = "canary-in-the-coal-mine"
 MESSAGES = [{"role": "user", "content": CANARY}]
@@ -69,26 +68,6 @@ async def test_content_is_gone_from_the_disk(proxy: Proxy, start: Start) -> None
     assert (shown["state"], shown["content"], shown["interactions"]) == ("rejected", "deleted", 0)
     assert found_on_disk(other) == []
     refusal(await other.call(session["api_key"]), 410, "session_closed", "")
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-async def test_every_state_that_may_be_deleted(proxy: Proxy, mode: str) -> None:
-    opened, waiting, aborted = [await begun(proxy, mode=mode) for _ in range(3)]
-    await finalize(proxy, waiting, await_reward=True)
-    await abort(proxy, aborted, reason="x")
-    over = await finalized(proxy, mode=mode)
-    expected = {
-        "aborted": [opened, waiting, aborted],
-        "rejected" if mode == "train" else "evaluated": [over],
-    }
-    for state, sessions in expected.items():
-        for session in sessions:
-            now = (await delete(proxy, session)).json()
-            assert (now["state"], now["content"]) == (state, "deleted")
-    # What had ended keeps its reason.
-    assert (await info(proxy, aborted))["reason"] == "x"
-    assert found_on_disk(proxy) == []
-    assert (await proxy.capacity())["buffered"] == 0
 
 
 async def test_a_call_under_way_leaves_nothing(proxy: Proxy, engine: ScriptedEngine) -> None:
@@ -161,20 +140,6 @@ async def test_a_deletion_that_cannot_be_written_changes_nothing(proxy: Proxy) -
         assert (await delete(proxy, session)).status_code == 503
     (trajectory,) = await proxy.lease()
     assert len(trajectory.interactions) == 1
-
-
-async def test_a_veto_keeps_the_record(proxy: Proxy, start: Start) -> None:
-    session = await finalized(proxy)
-    id, key = session["session_id"], session["api_key"]
-    path = f"/rl/v1/sessions/{id}/veto"
-    now = (await proxy.post(path, {"reason": "the tool lied"}, key)).json()
-    assert (now["interactions"], now["content"]) == (1, "stored")
-    refusal(await proxy.post(path, {}, key), 410, "session_closed", "")
-    for each in (proxy, await start()):
-        shown = await info(each, session)
-        assert (shown["state"], shown["reason"]) == ("rejected", "vetoed: the tool lied")
-        assert await each.lease() == []
-        assert (await each.capacity())["buffered"] == 0
 
 
 async def test_what_was_exported_can_be_deleted(proxy: Proxy) -> None:

@@ -15,7 +15,7 @@ from proxy_ext.sessions import rewards
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_auth import asked
 from tests.support import sessions
-from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy import Proxy
 from tests.support.proxy_fixtures import Start
 from tests.support.sessions import finalize, info, over
 
@@ -130,32 +130,18 @@ async def test_the_agents_end_awaits_the_judge(closed: Proxy, path: str, mode: s
     assert (await closed.post(END, {}, key)).json()["state"] == state
 
 
-async def test_the_judges_key_is_good_for_nothing_else(closed: Proxy) -> None:
+async def test_a_judges_key_is_good_for_its_session_alone(closed: Proxy) -> None:
     session, other = await played(closed), await played(closed)
     key = session["judge_key"]
     assert lane_in(key) == lane_in(session["api_key"])
-    chat = {"messages": HELLO, "max_tokens": 2}
-    for method, path, body in (
-        ("POST", "/v1/chat/completions", chat),
-        ("POST", "/rl/v1/start_session", {}),
-        ("GET", "/rl/v1/sessions", None),
-        ("DELETE", f"/rl/v1/sessions/{session['session_id']}", None),
-        ("POST", "/rl/v1/export_trajectories", {"session_ids": [session["session_id"]]}),
-        ("GET", "/metrics", None),
-    ):
-        refused(await asked(closed, method, path, key, body), 403, "forbidden")
     named = {"session_id": other["session_id"], "final_reward": 1}
     refused(await closed.post(SET, named, key), 400, "session_mismatch")
-    other_path = f"/rl/v1/sessions/{other['session_id']}"
-    assert (await asked(closed, "GET", other_path, key)).status_code == 404
     forged = key[:-1] + ("0" if key[-1] != "0" else "1")
     for wrong in (forged, session["api_key"].replace("sk-v1.", "sk-judge.")):
         response = await closed.post(SET, {"final_reward": 1}, wrong)
         refused(response, 401, "invalid_api_key")
     as_agents = key.replace("sk-judge.", "sk-v1.")
     refused(await closed.post(SET, {"reward": 1}, as_agents), 401, "invalid_api_key")
-    content = await asked(closed, "GET", f"/rl/v1/sessions/{session['session_id']}/content", key)
-    assert content.status_code == 200
     reward = {"reward": 0.5, "completion_id": session["completion"]}
     assert (await closed.post(SET, reward, key)).json()["reward"] == 0.5
     (entry,) = (await info(closed, session))["reward_history"]

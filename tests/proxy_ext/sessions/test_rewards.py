@@ -178,16 +178,6 @@ async def test_the_trainer_gets_what_was_last_acknowledged(proxy: Proxy) -> None
     assert now["rewards"] == {completion: 0.5}
 
 
-async def test_an_export_that_is_given_back_fixes_nothing(proxy: Proxy) -> None:
-    id, key, _ = await begun(proxy)
-    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    await proxy.export(id)
-    response = await proxy.post("/rl/v1/set_reward", {"final_reward": 2}, key)
-    refusal(response, 410, "session_closed", "")
-    await proxy.service.leases.give_back([id], "export")
-    assert await give(proxy, key, final_reward=2) == 2
-
-
 async def test_a_revision_and_a_lease_do_not_cross(proxy: Proxy) -> None:
     """Whatever is acknowledged before the lease is in it; whatever comes after it is refused."""
     for _ in range(10):
@@ -227,22 +217,6 @@ async def test_who_gave_it(start: Start) -> None:
     response = await proxy.http.get(f"/rl/v1/sessions/{id}", headers=own)
     assert response.json()["reward_history"] == now["reward_history"]
     assert completion in response.json()["rewards"]
-
-
-async def test_rewards_go_on_after_a_restart(start: Start) -> None:
-    proxy = await start(WEIGHTS, admit=10)
-    id, key, completion = await begun(proxy)
-    await give(proxy, key, reward={"correct": 1, "format": 1})
-    await give(proxy, key, final_reward=5)
-    again = await start(WEIGHTS)
-    assert await give(again, key, reward=0, name="format") == 1
-    assert await give(again, key, final_reward=4, name="correct") == 9
-    now = await info(again, id)
-    assert (now["rewards"], now["final_reward"]) == ({completion: 1.0}, 9)
-    response = await again.post("/rl/v1/finalize", {}, key)
-    assert response.json()["final_reward"] == 9, "a final reward that was set before counts"
-    (trajectory,) = await again.lease()
-    assert trajectory.final_reward == 9
 
 
 async def test_a_long_history_shows_its_end(proxy: Proxy) -> None:
