@@ -36,10 +36,11 @@ class Rank:
     oldest_step: int | None = None
     keep_seconds: float = 0.0
     number: int = 0
+    settings: tuple[str, ...] = ()
 
     async def start(self) -> Rank:
         self.journal = SQLiteJournal(self.folder / "journal" / f"rank-{self.number}.sqlite")
-        config = load_config(None, [], {}).sessions
+        config = load_config(None, self.settings, {}).sessions
         self.sessions = SessionStore(
             self.journal, config, SessionIds(self.number), rank=self.number
         )

@@ -408,25 +408,6 @@ async def test_an_archive_of_a_lost_journal_takes_no_session_of_its_name_with_it
     assert [len(await again.journal.interactions(id)) for id in "ab"] == [3, 3]
 
 
-async def test_a_kill_before_the_file_is_removed_is_made_up_for(
-    full: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(_: Path) -> None:
-        raise KeyboardInterrupt
-
-    keep(full, 2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sweep, "remove_file", killed)
-        await full.archive.remove_oldest()
-    assert len(full.files) == 3
-    await full.stop()
-    again = await full.start()
-    keep(again, 2)
-    await again.archive.remove_oldest()
-    assert archived(again) == [*"cdef"]
-    assert again.archive.bytes == size(again)
-
-
 def test_without_a_setting_the_archives_may_fill_a_quarter_of_their_disk(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.archive.mkdir()

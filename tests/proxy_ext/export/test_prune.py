@@ -205,15 +205,3 @@ async def test_journals_in_another_folder_are_found(
     run.resolved.write_text(f"experiment: e\ntrial: t\nserver: {{journal_dir: {elsewhere}}}\n")
     said = await pruned(rank, capfd, *OLD, "--apply", "--json")
     assert said.json["states"]["trained"]["sessions"] == 1, said.err
-
-
-async def test_an_archive_of_a_lost_journal_takes_no_session_of_its_name_with_it(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (rank.folder / "journal" / "rank-0.sqlite").unlink()
-    await rank.start()
-    await rank.add("aborted", SessionState.FINALIZED)
-    await rank.stop()
-    said = await pruned(rank, capfd, *OLD, "--apply")
-    assert said.code == 0, said.err
-    assert (rank.files, exported(rank)) == ([], ["aborted"])

@@ -6,21 +6,16 @@ import asyncio
 import pickle
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.config import load_config
 from any_agent.runtime import boot_clock
 from any_agent.runtime.boot_clock import clock_stamp
 from any_agent.types import SessionState
-from proxy_ext.journal import PutSession, SQLiteJournal
 from proxy_ext.sessions import expiry
-from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.indexes import DeadlineQueue
 from proxy_ext.sessions.session import RecordedSession, session_age
-from proxy_ext.sessions.session_store import SessionStore
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.journal import make_row
 from tests.support.proxy import Proxy, until
@@ -99,17 +94,6 @@ async def test_a_call_under_way_is_not_idle(proxy: Proxy, engine: ScriptedEngine
     assert live.state is SessionState.OPEN
     grow_idle(proxy, session, 10_000)
     assert (await over(proxy, session))["state"] == "expired"
-
-
-async def test_an_expiry_aborts_calls_under_way(proxy: Proxy, engine: ScriptedEngine) -> None:
-    session = await proxy.open()
-    engine.hold(1)
-    call = asyncio.create_task(proxy.call(session["api_key"]))
-    await until(lambda: engine.running)
-    proxy.end_ttl(session)
-    assert (await over(proxy, session))["reason"] == "its ttl ran out"
-    assert (await call).status_code == 410
-    assert await proxy.recorded(session["session_id"]) == []
 
 
 async def test_an_expiry_that_cannot_be_written_is_tried_again(proxy: Proxy) -> None:
@@ -197,28 +181,6 @@ def test_deadlines_come_in_order_and_once() -> None:
     for k in range(20_000):
         deadlines.add("renewed", now + k)
     assert len(pickle.dumps(deadlines)) < 100_000, "earlier times are dropped"
-
-
-async def test_a_sweep_looks_at_none_of_ten_thousand(tmp_path: Path) -> None:
-    """Sessions whose time is not over are not touched, also when they are renewed all the time."""
-    journal = SQLiteJournal(tmp_path / "j.sqlite")
-    sessions = SessionStore(journal, load_config(None, [], {}).sessions, SessionIds(0), rank=0)
-    now = time.time()
-    rows = [
-        make_row(f"s{k}", clock=clock_stamp(), created_at=now, expires_at=now + 3600)
-        for k in range(10_000)
-    ]
-    await journal.commit(*(PutSession(row) for row in rows))
-    for row in rows:
-        sessions.add(RecordedSession(row, 1800.0))
-    for _ in range(3):
-        for session in sessions.live.values():
-            session.touch()
-    assert len(sessions.deadlines) == 10_000
-    assert sessions.deadlines.pop(time.monotonic()) == []
-    # After half an hour each is looked at once, and set to its new time.
-    assert len(sessions.deadlines.pop(time.monotonic() + 1801)) == 10_000
-    await journal.close()
 
 
 async def test_one_that_cannot_be_ended_holds_up_no_other(

@@ -18,7 +18,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from any_agent.auth.access import Caller, Scope
-from any_agent.config import Config, load_config
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -32,9 +31,8 @@ from any_agent.protocol.training import Ack, Lease, Rejection
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.admission.fleet_place import FleetPlace
 from proxy_ext.admission.open_session import SessionOpener
-from proxy_ext.archive.archiver import Archiver
 from proxy_ext.archive.records import read_record
-from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
+from proxy_ext.journal import SessionRow, Statement
 from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions import expiry, groups, session_store
@@ -42,12 +40,11 @@ from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.groups import Group
-from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
-from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
 from tests.proxy_ext.archive.test_files import archives_of
+from tests.support.archives import Rank
 from tests.support.journal import make_interaction
 from tests.support.sessions import unwritable
 
@@ -82,14 +79,13 @@ class World:
             self._of(row)
 
 
-class Rank:
+class Walker(Rank):
     """One rank's sessions over a journal on disk, without HTTP."""
 
-    def __init__(self, folder: Path, config: Config, world: World, random: Random) -> None:
-        self._folder = folder
-        self._config = config
+    def __init__(self, folder: Path, settings: tuple[str, ...], world: World, seed: int) -> None:
+        super().__init__(folder, settings=settings)
         self._world = world
-        self._random = random
+        self._random = Random(seed)
         self.limit = 0
         self.waiting: set[asyncio.Task[Any]] = set()
         self.handed_out: dict[str, set[str]] = {}
@@ -101,27 +97,15 @@ class Rank:
         self._recorded: set[str] = set()
         """Sessions that have a call for sure."""
         self._step = 0
-        self._oldest_step: int | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> Walker:
         """A proxy's start; what an earlier one had in memory is gone."""
-        config = self._config.sessions
-        self.journal = SQLiteJournal(self._folder / "rank-0.sqlite")
-        self.sessions = sessions = SessionStore(self.journal, config, SessionIds(0), rank=0)
-        await sessions.recover(lease_ttl=3600)
+        await super().start()
+        sessions = self.sessions
         sessions.admission.set_limit(self.limit, 3600)
         self.leases = LeaseManager(sessions, Fence(self.journal), ttl=3600)
-        rewards = RewardBook(sessions)
-        self.archive = Archiver(
-            sessions,
-            self._folder / "archive",
-            about={},
-            keep_seconds=0,
-            oldest_step=lambda: self._oldest_step,
-        )
-        await self.archive.recover()
         self.endings = SessionEnder(
-            sessions, rewards, needed=lambda _: False, unarchive=self.archive.remove
+            sessions, RewardBook(sessions), needed=lambda _: False, unarchive=self.archive.remove
         )
         self.expiry = SessionExpirer(sessions, self.endings)
         run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
@@ -140,6 +124,7 @@ class Rank:
             largest_group=8,
             public_url="http://here",
         )
+        return self
 
     async def settled(self) -> None:
         """Wait until nothing is being written: the journal does one thing after the other."""
@@ -150,7 +135,7 @@ class Rank:
     # -- steps -----------------------------------------------------------------------------------
 
     async def do(self, step: str) -> None:
-        action: Callable[[], Awaitable[None]] = getattr(self, f"_{step}")
+        action: Callable[[], Awaitable[None]] = getattr(self, f"step_{step}")
         await action()
         await self.settled()
         self._world.look([s.row for s in self.sessions.live.values()])
@@ -170,15 +155,15 @@ class Rank:
         tenant = self._random.choice(("alice", None))
         return Caller(Scope.TENANT if tenant else Scope.ADMIN, "somebody", tenant)
 
-    async def _admit(self) -> None:
+    async def step_admit(self) -> None:
         self.limit += self._random.randint(1, 4)
         self.sessions.admission.set_limit(self.limit, 3600)
 
-    async def _open(self) -> None:
+    async def step_open(self) -> None:
         with suppress(TooManyRequests, Conflict):
             await self._opened(0.0)
 
-    async def _open_later(self) -> None:
+    async def step_open_later(self) -> None:
         task = asyncio.create_task(self._opened(30.0))
         self.waiting.add(task)
         task.add_done_callback(self.waiting.discard)
@@ -193,13 +178,13 @@ class Rank:
         await self.sessions.record(session, interaction, session.id.encode(), None)
         self._recorded.add(session.id)
 
-    async def _leave(self) -> None:
+    async def step_leave(self) -> None:
         """Somebody who waits for a slot goes away."""
         for task in list(self.waiting)[:1]:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _leave_while_writing(self) -> None:
+    async def step_leave_while_writing(self) -> None:
         task = asyncio.create_task(self._opened(0.0))
         for _ in range(self._random.randint(1, 4)):
             await asyncio.sleep(0)
@@ -208,19 +193,19 @@ class Rank:
         if not task.cancelled():
             task.exception()
 
-    async def _fail(self) -> None:
+    async def step_fail(self) -> None:
         """A change that cannot be written."""
         change = self._random.choice(("open", "finalize", "abort", "train", "lapse"))
         with unwritable(self.journal), suppress(AnyAgentError):
-            await getattr(self, f"_{change}")()
+            await getattr(self, f"step_{change}")()
 
-    async def _time_while_writing(self) -> None:
+    async def step_time_while_writing(self) -> None:
         """Every group's time runs out while a member is being written, which fails or not."""
         commit, fails = self.journal.commit, self._random.random() < 0.5
 
         async def slow(*statements: Statement) -> None:
             patch.undo()
-            await self._time()
+            await self.step_time()
             if fails:
                 raise StoreUnavailable("no space left")
             await commit(*statements)
@@ -234,42 +219,42 @@ class Rank:
         self._random.shuffle(found)
         return found[: self._random.randint(1, 3)]
 
-    async def _finalize(self) -> None:
+    async def step_finalize(self) -> None:
         for session in self._some(SessionState.OPEN, SessionState.AWAITING_REWARD):
             # One that its opener left has no call.
             with suppress(Unprocessable):
                 await self.endings.finalize(session, {None: 1.0}, by="a test")
 
-    async def _await_reward(self) -> None:
+    async def step_await_reward(self) -> None:
         for session in self._some(SessionState.OPEN):
             await self.endings.await_reward(session, 60.0, by="a test")
 
-    async def _abort(self) -> None:
+    async def step_abort(self) -> None:
         for session in self._some(SessionState.OPEN, SessionState.AWAITING_REWARD)[:1]:
             await self.endings.abort(session, "by a test")
 
-    async def _expire(self) -> None:
+    async def step_expire(self) -> None:
         for session in self._some(SessionState.OPEN)[:1]:
             session.opened = -1e9
             self.sessions.watch(session)
         await self.expiry.sweep()
 
-    async def _veto(self) -> None:
+    async def step_veto(self) -> None:
         for session in self._some(SessionState.FINALIZED)[:1]:
             await self.endings.veto(session, "by a test")
 
-    async def _sweep(self) -> None:
+    async def step_sweep(self) -> None:
         small = {g.id for g in self.sessions.groups.all() if g.too_small}
         await self.expiry.close_groups()
         self.small |= small
 
-    async def _time(self) -> None:
+    async def step_time(self) -> None:
         """Every group's time runs out."""
         self._world.passed += 2 * GROUP_TIMEOUT
-        await self._sweep()
-        await self._sweep()
+        await self.step_sweep()
+        await self.step_sweep()
 
-    async def _lease(self) -> None:
+    async def step_lease(self) -> None:
         most = self._random.randint(1, 3)
         handed: dict[str, set[str]] = {}
         for trajectory in await self.leases.lease(Lease(owner=OWNER, wait=0, max_groups=most)):
@@ -294,7 +279,7 @@ class Rank:
         assert group_id not in self.small
         self.handed_out[group_id] = {row.id for row in rows}
 
-    async def _train(self) -> None:
+    async def step_train(self) -> None:
         self._step += 1
         for group in self._leased_groups()[:1]:
             ids = [s.id for s in group]
@@ -302,7 +287,7 @@ class Rank:
             ack = Ack(owner=OWNER, trained=ids[1:], rejected=stale, step=self._step)
             await self.leases.ack(ack)
 
-    async def _lapse(self) -> None:
+    async def step_lapse(self) -> None:
         for group in self._leased_groups()[:1]:
             for session in group:
                 session.lease_expires = 0.0
@@ -316,17 +301,17 @@ class Rank:
                 by_group.setdefault(session.row.group_id or session.id, []).append(session)
         return list(by_group.values())
 
-    async def _replay(self) -> None:
+    async def step_replay(self) -> None:
         """A resume from before some step: out of `trained` and `rejected` again."""
         ended = await self.journal.sessions([SessionState.TRAINED, SessionState.REJECTED])
         had = [row.id for row in ended if row.content == "stored" and row.step is not None]
         await self.leases.replay(self._random.sample(had, min(2, len(had))), OWNER)
 
-    async def _archive(self) -> None:
-        self._oldest_step = self._random.randint(0, self._step)
+    async def step_archive(self) -> None:
+        self.oldest_step = self._random.randint(0, self._step)
         await self.archive.sweep()
 
-    async def _restart(self) -> None:
+    async def step_restart(self) -> None:
         for task in list(self.waiting):
             task.cancel()
             await asyncio.wait([task])
@@ -384,7 +369,7 @@ class Rank:
 
     async def check_content(self) -> None:
         """Every session is recorded once: in the journal or in an archive."""
-        lines = archives_of(self._folder / "archive").all()
+        lines = archives_of(self.folder / "archive").all()
         archived = {read_record(line).session["id"] for line in lines}
         for row in await self.journal.sessions(SessionState):
             if await self.journal.interactions(row.id):
@@ -408,7 +393,7 @@ STEPS = [
 OFTEN = [*STEPS, *["admit", "lease", "train"] * 2, *["open"] * 8, *["finalize"] * 6]
 
 
-async def walk(folder: Path, steps: list[str], seed: int) -> Rank:
+async def walk(folder: Path, steps: list[str], seed: int) -> Walker:
     settings = (
         f"sessions.group_timeout={GROUP_TIMEOUT}",
         f"sessions.min_group_size={LEAST}",
@@ -416,7 +401,7 @@ async def walk(folder: Path, steps: list[str], seed: int) -> Rank:
         "rollout.batch_size=8",
     )
     with pytest.MonkeyPatch.context() as patch:
-        rank = Rank(folder, load_config(None, settings, {}), World(patch), Random(seed))
+        rank = Walker(folder, settings, World(patch), seed)
         await rank.start()
         try:
             for step in steps:

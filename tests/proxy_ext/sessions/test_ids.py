@@ -14,7 +14,7 @@ from any_agent.errors import StoreUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.protocol.rl import StartSession
 from proxy_ext.sessions.ids import SessionIds
-from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, until
+from tests.support.proxy import Proxy, config_for, running_proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.sessions import unwritable
@@ -55,46 +55,6 @@ def test_without_a_seed_they_are_random() -> None:
     assert one.new_member("g", 0) != other.new_member("g", 0)
     assert one.new_generation("t", ()) != other.new_generation("t", ())
     assert one.sampling_seed("s", 0) is None
-
-
-async def run(root: Path, chat: ChatFormat, *settings: str, leave: int = 6) -> list[Any]:
-    """Some agents, one after the other; what they were named and sampled with."""
-    engine = ScriptedEngine(decode=chat.decode)
-    out: list[Any] = []
-    async with engine.serve():
-        config = config_for(root, *settings)
-        for part in (range(leave), range(leave, 6)):  # the proxy is started again in between
-            async with running_proxy(config, chat, engine_url=engine.url) as proxy:
-                await proxy.admit(100)
-                out += [await agent(proxy, number) for number in part]
-    return [*out, [r["sampling_params"].get("sampling_seed") for r in engine.requests]]
-
-
-async def agent(proxy: Proxy, number: int) -> tuple[str, str | None]:
-    fields: dict[str, Any] = [{}, {"mode": "eval"}, {"task_id": "t", "group_size": 2}][number % 3]
-    session = await proxy.open(**fields)
-    messages = list(HELLO)
-    for _ in range(2):
-        answer = await proxy.complete(session["api_key"], messages)
-        messages += [answer["choices"][0]["message"], *HELLO]
-    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
-    return session["session_id"], session["group_id"]
-
-
-@pytest.mark.service
-async def test_the_same_agents_get_the_same_names_and_seeds(
-    tmp_path: Path, chat: ChatFormat
-) -> None:
-    first = await run(tmp_path / "a", chat, *DETERMINISTIC)
-    assert first == await run(tmp_path / "b", chat, *DETERMINISTIC)
-    # A restart of the proxy changes nothing.
-    assert first == await run(tmp_path / "c", chat, *DETERMINISTIC, leave=3)
-    seeds = first[-1]
-    assert len(set(seeds)) == len(seeds) == 12
-    other = await run(tmp_path / "d", chat, "rollout.deterministic=true", "train.seed=8")
-    assert not {item for item, _ in first[:6]} & {item for item, _ in other[:6]}
-    random = await run(tmp_path / "e", chat)
-    assert random[-1] == [None] * 12
 
 
 async def crowd(root: Path, chat: ChatFormat, order: list[int]) -> dict[str, set[str]]:

@@ -7,7 +7,6 @@ import os
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pebble import ProcessPool
@@ -15,15 +14,13 @@ from pebble import ProcessPool
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
 from any_agent.types import SessionState
-from proxy_ext.sessions import expiry as late
 from proxy_ext.sessions.grading import Grader, GraderFailed
-from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import awaiting, finalize, info, over, played
+from tests.support.sessions import awaiting, finalize, info, over
 
 GRADERS = "tests.support.graders"
 ROOT = str(Path(__file__).resolve().parents[3])
@@ -57,16 +54,6 @@ async def test_it_counts_as_buffered(start: Start) -> None:
     empty = await proxy.open()
     response = await proxy.post("/rl/v1/finalize", {"await_reward": True}, empty["api_key"])
     refusal(response, 422, "no_interactions", "")
-
-
-async def test_awaiting_a_reward_aborts_calls_under_way(proxy: Proxy, engine: Any) -> None:
-    session = await played(proxy)
-    engine.hold(1)
-    call = asyncio.create_task(proxy.call(session["api_key"]))
-    await until(lambda: engine.running)
-    ended = await finalize(proxy, session, await_reward=True)
-    assert ended["state"] == "awaiting_reward"
-    assert (await call).status_code == 410
 
 
 async def test_at_the_deadline_what_came_counts_and_nothing_is_rejected(proxy: Proxy) -> None:
@@ -230,30 +217,6 @@ async def test_what_ails_one_grade_leaves_no_other_without_an_end(
         assert await grader.grade({"metadata": {"how": "fine"}}) == {None: 1.0}
     finally:
         await grader.close()
-
-
-async def test_nothing_is_read_for_a_grade_whose_turn_is_far_off(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    given = late.graded_session
-
-    def counted(session: RecordedSession) -> dict[str, Any]:
-        read.append(session.id)
-        return given(session)
-
-    monkeypatch.setattr(late, "graded_session", counted)
-    proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=60")
-    pid = tmp_path / "pid"
-    for _ in range(5):
-        await awaiting(proxy, 0.01, metadata={"how": "hangs", "pid": str(pid)})
-
-    async def all_due() -> bool:
-        await proxy.service.expiry.sweep()
-        return proxy.service.expiry.grading == 5 and pid.exists()
-
-    await until(all_due)
-    assert len(read) == 2, "one for each worker"
 
 
 async def test_a_grader_that_is_not_there() -> None:
