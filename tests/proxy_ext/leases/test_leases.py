@@ -145,11 +145,8 @@ async def test_held_leases_are_renewed_and_those_of_a_lost_answer_handed_out_aga
     assert await state(again, lost) == "leased"
     monkeypatch.setattr(leases, "CONFIRM_TIMEOUT", 0.0)
     await again.admit(9, held=[held])
-    assert [await state(again, id) for id in (lost, held, exported)] == [
-        "finalized",
-        "leased",
-        "leased",
-    ]
+    states = [await state(again, id) for id in (lost, held, exported)]
+    assert states == ["finalized", "leased", "leased"]
     assert [t.session_id for t in await again.lease()] == [lost]
 
 
@@ -317,20 +314,13 @@ async def test_what_is_given_back_together_keeps_its_own_holders(proxy: Proxy) -
     await proxy.service.leases.expire()
     for session_id, owner in ((had, "trainer"), (exported, None)):
         row = await proxy.service.journal.session(session_id)
-        assert row is not None
-        assert (row.state, row.owner) == ("finalized", owner)
-
-
-async def test_an_export_leaves_alone_what_a_trainer_has_had(proxy: Proxy) -> None:
-    """It may be in a step that was killed, and will be asked for as it was."""
-    (session_id,) = await some(proxy, 1)
-    await proxy.lease()
-    await proxy.service.leases.give_back([session_id], "trainer")
-    body = {"session_ids": [session_id]}
-    response = await proxy.http.post("/rl/v1/export_trajectories", json=body)
+        assert row is not None and (row.state, row.owner) == ("finalized", owner)
+    # What a trainer has had may be in a step that was killed, and will be asked for as it was.
+    response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": [had]})
     refusal(response, 409, "in_training", "")
+    assert list(await proxy.export(exported)) == [exported]
     await proxy.client.set_run("finished", step=1, checkpoint=None)
-    assert list(await proxy.export(session_id)) == [session_id]
+    assert list(await proxy.export(had)) == [had]
 
 
 class Counted(dict[str, RecordedSession]):
@@ -376,14 +366,3 @@ def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) ->
     kept = [each for each in vars(leasable).values() if isinstance(each, list | set | dict)]
     assert sum(map(len, kept)) < 20
     assert [s.id for (s,) in leasable.first(2)] == ["s50"]
-
-
-async def test_groups_are_found_after_a_restart(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many sessions were recovered before their groups were."""
-    monkeypatch.setattr(module, "MAX_PENDING", 0)
-    proxy = await start(admit=8)
-    ids = [(await proxy.finished_session(group_id="g"))["session_id"] for _ in range(2)]
-    again = await start()
-    assert [t.session_id for t in await again.lease()] == ids

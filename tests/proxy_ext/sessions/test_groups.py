@@ -35,7 +35,7 @@ from proxy_ext.archive.records import read_record
 from proxy_ext.journal import SessionRow, Statement
 from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions import expiry, groups, session_store
+from proxy_ext.sessions import expiry, groups, indexes, session_store
 from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import SessionExpirer
@@ -401,6 +401,7 @@ async def walk(folder: Path, steps: list[str], seed: int) -> Walker:
         "rollout.batch_size=8",
     )
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexes, "MAX_PENDING", 1)
         rank = Walker(folder, settings, World(patch), seed)
         await rank.start()
         try:
