@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from any_agent.config import load_config
-from any_agent.errors import ConfigError
 from proxy_ext.sessions.conversation_index import ImplicitTask
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
 from tests.proxy_ext.test_tenants import ADMIN, Tenants
-from tests.support.errors import fails_with
 from tests.support.implicit import (
     KEY,
     MORE,
@@ -232,9 +229,3 @@ async def test_what_ends_unread_after_a_restart_is_not_gone_on_with_in_another(
     await again.http.post(f"/rl/v1/sessions/{a}/abort", json={})
     _, c = await says(again, [*ONE, answer, MORE, further, MORE])
     assert c not in (a, b)
-
-
-def test_it_needs_a_grader_and_what_is_said() -> None:
-    for wrong in ("grader=", "store_content=false", "implicit_group_size=99"):
-        with fails_with(ConfigError, wrong.partition("=")[0]):
-            load_config(None, [*settings("rollout.batch_size=8"), f"sessions.{wrong}"], {})

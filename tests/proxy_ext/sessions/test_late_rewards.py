@@ -13,7 +13,6 @@ from pebble import ProcessPool
 
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
-from any_agent.types import SessionState
 from proxy_ext.sessions.grading import Grader, GraderFailed
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
@@ -61,15 +60,21 @@ async def test_at_the_deadline_what_came_counts_and_nothing_is_rejected(proxy: P
     now = await over(proxy, session)
     assert (now["state"], now["reason"]) == ("rejected", "no reward came by its deadline")
     assert now["rewarded"] is False and now["ended_at"] is not None
-    assert proxy.service.expiry.outcomes == {"rejected": 1}
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
     refusal(response, 410, "session_closed", "")
     session = await awaiting(proxy, 0.5)
     await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
     now = await over(proxy, session)
     assert (now["state"], now["reason"], now["rewarded"]) == ("finalized", None, True)
-    assert proxy.service.expiry.outcomes == {"rejected": 1, "rewarded": 1}
     assert len(await proxy.lease()) == 1
+    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, (await awaiting(proxy))["api_key"])
+    said = await scrape(proxy)
+    assert said("any_agent_sessions", mode="train", state="awaiting_reward") == 1
+    assert said("any_agent_rewards_total", of="completion") == 1
+    assert said("any_agent_rewards_total", of="final") == 1
+    for outcome, number in (("rejected", 1), ("rewarded", 1), ("graded", 0)):
+        assert said("any_agent_late_rewards_total", outcome=outcome) == number
+    assert said("any_agent_sessions_grading") == 0
 
 
 @pytest.mark.parametrize("policy", ["reject", "zero"])
@@ -99,20 +104,6 @@ async def test_a_deadline_survives_a_restart(start: Start, proxy: Proxy) -> None
     assert [t.session_id for t in await again.lease()] == [long["session_id"]]
 
 
-async def test_metrics_count_rewards_and_how_they_came(proxy: Proxy) -> None:
-    session = await awaiting(proxy)
-    await proxy.post("/rl/v1/set_reward", {"reward": {"a": 1, "b": 1}}, session["api_key"])
-    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
-    await over(proxy, await awaiting(proxy, 0.01))
-    now = await scrape(proxy)
-    assert now("any_agent_sessions", mode="train", state="awaiting_reward") == 1
-    assert now("any_agent_rewards_total", of="completion") == 2
-    assert now("any_agent_rewards_total", of="final") == 1
-    assert now("any_agent_late_rewards_total", outcome="rejected") == 1
-    assert now("any_agent_late_rewards_total", outcome="graded") == 0
-    assert now("any_agent_sessions_grading") == 0
-
-
 # -- graders ---------------------------------------------------------------------------------------
 
 
@@ -121,16 +112,18 @@ async def grading_proxy(start: Start, function: str, *settings: str) -> Proxy:
     return await start("sessions.late_reward=grade", grader, *settings, admit=100)
 
 
-async def test_a_grader_is_asked(start: Start) -> None:
+async def test_a_grader_is_asked_also_after_a_restart(start: Start, proxy: Proxy) -> None:
+    earlier = await awaiting(proxy, 0.01)
     proxy = await grading_proxy(start, "by_length")
+    assert (await over(proxy, earlier))["final_reward"] == 1
     session = await awaiting(proxy, 0.01, metadata={"plus": 0.5})
     now = await over(proxy, session)
     assert (now["state"], now["final_reward"]) == ("finalized", 1.5)
     (entry,) = now["reward_history"]
     assert entry["by"] == f"grader {GRADERS}.by_length"
-    assert proxy.service.expiry.outcomes == {"graded": 1}
-    (trajectory,) = await proxy.lease()
-    assert trajectory.final_reward == 1.5
+    assert proxy.service.expiry.outcomes == {"graded": 2}
+    leased = [t.final_reward for _ in range(2) for t in await proxy.lease()]
+    assert leased == [1, 1.5]
 
 
 async def test_a_grader_may_be_async_and_give_names(start: Start) -> None:
@@ -189,13 +182,6 @@ async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_p
     await until(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the worker is gone")
 
 
-async def test_grading_goes_on_after_a_restart(start: Start, proxy: Proxy) -> None:
-    session = await awaiting(proxy, 0.01)
-    again = await grading_proxy(start, "by_length")
-    assert (await over(again, session))["final_reward"] == 1
-    assert again.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
-
-
 async def test_what_ails_one_grade_leaves_no_other_without_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,16 +214,23 @@ async def test_a_grader_that_is_not_there() -> None:
 
 
 def test_wrong_settings_of_graders_are_refused_by_name() -> None:
+    needed = ("sessions.late_reward=grade", "sessions.implicit=true")
+    grader = "sessions.grader=a.b"
     for settings, says in (
-        (["sessions.late_reward=grade"], "sessions.grader"),
+        *(([setting], "sessions.grader") for setting in needed),
+        *(
+            ([setting, grader, "sessions.store_content=false"], "store_content")
+            for setting in needed
+        ),
         (["sessions.grader=nodots"], "module.function"),
         (["sessions.grader=a.b; import os"], "module.function"),
+        ([needed[1], grader, "sessions.implicit_group_size=99"], "implicit_group_size"),
         (["sessions.reward_weights={a b: 1}"], "a b"),
         (["sessions.reward_weights={a: .inf}"], "within"),
         (["sessions.reward_weights={a: .nan}"], "within"),
     ):
         with fails_with(ConfigError, says):
-            load_config(None, settings, {})
+            load_config(None, ["rollout.batch_size=8", *settings], {})
 
 
 @pytest.mark.service

@@ -158,19 +158,17 @@ async def test_the_trainer_gets_what_was_last_acknowledged(proxy: Proxy) -> None
     assert await give(proxy, key, reward=0.5) == 0.5
     assert await give(proxy, key, final_reward={"judge": 2}) == 3
     assert await give(proxy, key, final_reward=-1) == 1
-    (trajectory,) = await proxy.lease(owner="a")
+    (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 1
     assert [i.reward for i in trajectory.interactions] == [0.5]
-    # With the trainer nothing can be changed.
-    for body in ({"reward": 9}, {"final_reward": 9}):
-        response = await proxy.post("/rl/v1/set_reward", body, key)
-        refusal(response, 410, "session_closed", "")
-    # Nor when it is taken back: a step that has just been killed may be made again, as it was.
-    await proxy.admit(1000, owner="b")
-    assert (await info(proxy, id))["state"] == "finalized"
-    for body in ({"reward": 9}, {"final_reward": 9}):
-        response = await proxy.post("/rl/v1/set_reward", body, key)
-        refusal(response, 410, "session_closed", "")
+    # With the trainer nothing can be changed, nor when it is taken back: a step that has just been
+    # killed may be made again, as it was.
+    for owner, state in (("trainer", "leased"), ("b", "finalized")):
+        await proxy.admit(1000, owner=owner, held=[id])
+        assert (await info(proxy, id))["state"] == state
+        for body in ({"reward": 9}, {"final_reward": 9}):
+            response = await proxy.post("/rl/v1/set_reward", body, key)
+            refusal(response, 410, "session_closed", "")
     (trajectory,) = await proxy.lease(owner="b")
     assert trajectory.final_reward == 1
     now = await info(proxy, id)
@@ -196,7 +194,7 @@ async def test_a_revision_and_a_lease_do_not_cross(proxy: Proxy) -> None:
         assert (await info(proxy, id))["final_reward"] == trajectory.final_reward
 
 
-async def test_who_gave_it(start: Start) -> None:
+async def test_a_reward_says_who_gave_it(start: Start) -> None:
     proxy = await start("server.admin_key=operator-secret", admit=10)
     id, key, completion = await begun(proxy)
     await give(proxy, key, reward=1)

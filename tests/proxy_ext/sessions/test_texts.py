@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from any_agent.errors import ConfigError
 from any_agent.types import Interaction
-from tests.support.errors import fails_with
 from tests.support.implicit import will_say
-from tests.support.proxy import Proxy, config_for, until
+from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.retries import Agent, agent_of, text_of
 from tests.support.scripted_engine import ScriptedEngine
@@ -129,13 +127,3 @@ async def test_a_retry_is_told_what_was_said(
     await unheard(agent, f"{SECRET} to nobody")
     assert await agent.end() == [None, "undelivered"]
     assert said_on_disk(tmp_path) == []
-
-
-def test_a_grader_needs_what_was_said(tmp_path: Path) -> None:
-    with fails_with(ConfigError, "store_content"):
-        config_for(
-            tmp_path,
-            "sessions.store_content=false",
-            "sessions.late_reward=grade",
-            "sessions.grader=a.b",
-        )
