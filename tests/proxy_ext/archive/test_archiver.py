@@ -347,7 +347,7 @@ async def contents(full: Rank) -> list[str]:
     return [await content(full, id) for id in (*"abcdef", "needed")]
 
 
-async def test_the_oldest_archives_go(full: Rank) -> None:
+async def test_the_oldest_archives_go(full: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(full, 2)
     await full.archive.remove_oldest()
     await full.archive.remove_oldest()
@@ -358,6 +358,11 @@ async def test_the_oldest_archives_go(full: Rank) -> None:
     assert row is not None and (row.state, row.final_reward) == (SessionState.ABORTED, 2.0)
     # What the journal has is not touched by a limit of nothing.
     keep(full, 0)
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        # As a kill before the file is removed, it is made up for.
+        patched.setattr(sweep, "remove_file", no_room)
+        await full.archive.remove_oldest()
+    assert len(full.files) == 2
     await full.archive.remove_oldest()
     assert full.files == []
     assert await contents(full) == ["deleted"] * 6 + ["stored"]

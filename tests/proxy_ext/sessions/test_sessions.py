@@ -244,6 +244,7 @@ async def test_a_key_opens_its_next_session(proxy: Proxy) -> None:
     key = first["api_key"]
     second = await proxy.open(api_key=key)
     assert second["api_key"] == key and second["session_id"] != first["session_id"]
+    await refused(proxy, 409, "lane_busy", api_key=key)
     # The first one's end must not take the key away from the second.
     await proxy.lease()
     await proxy.client.ack(owner="trainer", trained=[first["session_id"]], rejected=[])
