@@ -42,7 +42,6 @@ MISDIRECTED, DRAINING = (421, "misdirected"), (503, "draining")
 
 @pytest.mark.parametrize("name", ["group_id", "task_id"])
 async def test_a_member_only_open_begins_nothing(proxy: Proxy, name: str) -> None:
-    await proxy.admit(8)
     assert refusal(await ask(proxy, "1 member", **{name: "g"})) == MISDIRECTED
     first = await ask(proxy, "1", **{name: "g"})
     second = await ask(proxy, "1 member", **{name: "g"})
@@ -64,7 +63,6 @@ async def test_a_group_that_has_ended_is_known(restart: Restart) -> None:
 
 async def test_whoever_denied_a_group_does_not_begin_it_for_an_older_fleet(proxy: Proxy) -> None:
     """Else two routers could begin it at two ranks."""
-    await proxy.admit(8)
     grown = Fleet.of(2).with_state(2, "serving")
     change(proxy, grown)
     assert refusal(await ask(proxy, "2 member", group_id="g")) == MISDIRECTED
@@ -81,7 +79,6 @@ async def test_whoever_denied_a_group_does_not_begin_it_for_an_older_fleet(proxy
 
 
 async def test_a_draining_rank_takes_members_of_its_groups_alone(proxy: Proxy) -> None:
-    await proxy.admit(8)
     first = await proxy.open(group_id="g")
     lane = await proxy.finished_session(mode="eval")
     await retire(proxy)
@@ -123,7 +120,6 @@ async def test_a_rank_is_done_once_its_sessions_were_trained_on(proxy: Proxy) ->
         return found.retired, found.unfinished, found.replayable
 
     service = proxy.service
-    await proxy.admit(8)
     assert entry_of(service, url="u", boot_id="b").led
     first = await proxy.open(group_id="g")
     assert entry() == (False, 2, True), "a place is kept for the second one"

@@ -73,20 +73,30 @@ def call(
     )
 
 
-async def record(trial: RunDir, chat: ChatFormat, model: Path) -> list[list[int]]:
-    """A session of two turns, and a greedy branch of the second; return the prompts."""
+@pytest.fixture
+def prompts(chat: ChatFormat) -> list[list[int]]:
+    """Of the session that is recorded."""
     first = chat.render([{"role": "user", "content": "hi"}], None)
     second = [*first, *OUTPUT, *first[-4:]]
-    one = call("one", None, first, model)
-    two = replace(call("two", one, second, model), request={"bound": [[0, 2]]})
-    three = call("three", one, second, model, t=0.0)
+    return [first, second, second]
+
+
+@pytest.fixture
+async def recorded(trial: RunDir, prompts: list[list[int]], models: list[Path]) -> RunDir:
+    """The trial, with a session of two turns, and a greedy branch of the second."""
+    first, second, _ = prompts
+    one = call("one", None, first, models[0])
+    two = replace(call("two", one, second, models[0]), request={"bound": [[0, 2]]})
+    three = call("three", one, second, models[0], t=0.0)
     row = make_row("s-0-a", state=SessionState.TRAINED, ended_at=1500.0)
     empty = make_row("s-0-empty", state=SessionState.ABORTED, ended_at=1600.0)
+    foreign = make_row("s-0-f", state=SessionState.TRAINED, ended_at=1000.0)
+    four = replace(make_interaction("f", "s-0-f"), prompt_delta_ids=id_array([1, 99_999]))
     rank = await Rank(trial.path).start()
-    sessions = (PutSession(row), PutSession(empty))
-    await rank.journal.commit(*sessions, *map(PutInteraction, (one, two, three)))
+    rows = map(PutSession, (row, empty, foreign))
+    await rank.journal.commit(*rows, *map(PutInteraction, (one, two, three, four)))
     await rank.stop()
-    return [first, second, second]
+    return trial
 
 
 async def replay(trial: RunDir, *arguments: str, session: str = "s-0-a") -> int:
@@ -103,16 +113,15 @@ def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     "named", [(), ("--version", "21"), ("--step", "20"), ("--model",), ("--version", "11")]
 )
 async def test_calls_are_compared_exactly_under_the_named_weights(
-    trial: RunDir,
+    recorded: RunDir,
     models: list[Path],
-    chat: ChatFormat,
+    prompts: list[list[int]],
     capsys: pytest.CaptureFixture[str],
     named: tuple[str, ...],
 ) -> None:
-    prompts = await record(trial, chat, models[0])
     if named == ("--model",):
         named = ("--model", str(models[1]))
-    assert await replay(trial, *named, "--json") == 0
+    assert await replay(recorded, *named, "--json") == 0
     found = shown(capsys)
     version = 0 if "--model" in named else 11 if "11" in named else 21
     assert found["against"]["version"] == version
@@ -139,11 +148,8 @@ async def test_calls_are_compared_exactly_under_the_named_weights(
         assert mean > 0.01
 
 
-async def test_a_report_for_people(
-    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await record(trial, chat, models[0])
-    assert await replay(trial, "--sampling", "recorded", "--max-tokens", "2") == 0
+async def test_a_report_for_people(recorded: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await replay(recorded, "--sampling", "recorded", "--max-tokens", "2") == 0
     out = capsys.readouterr().out
     for said in ("s-0-a (trained), 3 calls", "version 21", "T=0.7 under version 11"):
         assert said in out
@@ -152,26 +158,19 @@ async def test_a_report_for_people(
 
 
 async def test_without_an_id_the_newest_session_with_calls_is_compared(
-    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+    recorded: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await record(trial, chat, models[0])
     # Then the first positional argument is a setting.
-    assert await replay(trial, "--no-answers", "--json", session="log_level=info") == 0
+    assert await replay(recorded, "--no-answers", "--json", session="log_level=info") == 0
     assert shown(capsys)["session_id"] == "s-0-a"
-    assert await replay(trial, session="s-0-empty") == 1
+    assert await replay(recorded, session="s-0-empty") == 1
     said = capsys.readouterr()
     assert "no call to compare" in said.err and said.out == ""
 
 
 async def test_what_cannot_be_compared(
-    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+    recorded: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await record(trial, chat, models[0])
-    rank = await Rank(trial.path).start()
-    foreign = replace(make_interaction("f", "s-0-f"), prompt_delta_ids=id_array([1, 99_999]))
-    row = make_row("s-0-f", state=SessionState.TRAINED)
-    await rank.journal.commit(PutSession(row), PutInteraction(foreign))
-    await rank.stop()
     for arguments, session, says in (
         ((), "s-0-b", "s-0-b"),
         ((), "s-0-f", "another tokenizer"),
@@ -179,7 +178,7 @@ async def test_what_cannot_be_compared(
         (("--step", "11"), "s-0-a", "step 11"),
         (("--model", "/nowhere"), "s-0-a", "/nowhere"),
     ):
-        code = await replay(trial, *arguments, session=session)
+        code = await replay(recorded, *arguments, session=session)
         said = capsys.readouterr()
         assert code in (1, 2) and says in said.err and said.out == "", said.err
 
@@ -211,9 +210,8 @@ def test_a_comparison_of_numbers() -> None:
 
 
 @pytest.mark.service
-async def test_the_command(trial: RunDir, models: list[Path], chat: ChatFormat) -> None:
-    await record(trial, chat, models[0])
-    place = [f"root={trial.path.parents[2]}", "user=me", "--experiment", "exp", "--trial", "one"]
+async def test_the_command(recorded: RunDir) -> None:
+    place = [f"root={recorded.path.parents[2]}", "user=me", "--experiment", "exp", "--trial", "one"]
     command = [sys.executable, "-m", "any_agent.cli", "replay", "s-0-a", *place, "--json"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
