@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from proxy_ext.sessions.groups import Group
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.support import sessions
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.sessions import abort, awaiting, info
@@ -18,10 +18,11 @@ async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
     refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
 
 
-def end_time(proxy: Proxy) -> None:
-    """The time of the only group is over."""
-    (group,) = proxy.service.sessions.groups.all()
+def end_time(proxy: Proxy) -> Group:
+    """The time of the newest group is over."""
+    group = proxy.service.sessions.groups.all()[-1]
     group.deadline = 0.0
+    return group
 
 
 async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> None:
@@ -42,7 +43,7 @@ async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> Non
     # A named one stays closed, after a restart too.
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=3)
-    proxy.service.sessions.groups.all()[-1].deadline = 0.0
+    end_time(proxy)
     assert len(await proxy.lease(wait=60)) == 2
     again = await start(admit=9)
     await refused(again, 409, "group_closed", group_id="g", group_size=3)
@@ -65,19 +66,14 @@ async def test_the_trainer_is_told_which_groups_are_waited_for(start: Start) -> 
     assert [group["group_id"] for group in (await proxy.capacity())["unfilled"]] == ["g"]
 
 
-@pytest.mark.parametrize("awaiting", [False, True])
-async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: bool) -> None:
+async def test_a_group_that_is_too_small_is_rejected(start: Start) -> None:
     proxy = await start("sessions.min_group_size=3", admit=8)
     done = [await proxy.finished_session(group_id="g", group_size=4) for _ in range(2)]
-    opened = sessions.awaiting if awaiting else sessions.played
-    last = await opened(proxy, group_id="g", group_size=4)
-    end_time(proxy)
-    if awaiting:
-        group = proxy.service.sessions.groups.get("g")
-        assert group is not None
-        await until(lambda: group.expired)
-        assert await proxy.lease() == [], "the group waits for its reward"
-        await abort(proxy, last)
+    last = await awaiting(proxy, group_id="g", group_size=4)
+    group = end_time(proxy)
+    await until(lambda: group.expired)
+    assert await proxy.lease() == [], "the group waits for its reward"
+    await abort(proxy, last)
     await until(lambda: not proxy.service.sessions.live)
     assert await proxy.lease() == []
     for session in done:
@@ -85,8 +81,7 @@ async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: boo
         assert (now["state"], now["reason"]) == ("rejected", "group_too_small")
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"], now["buffered"]) == (3, 0, 0)
-    shown = (await proxy.http.get("/metrics")).text
-    assert 'any_agent_groups_too_small_total{rank="0"} 1' in shown
+    assert 'any_agent_groups_too_small_total{rank="0"} 1' in (await proxy.http.get("/metrics")).text
     await refused(proxy, 409, "group_closed", group_id="g", group_size=4)
 
 
@@ -159,8 +154,7 @@ async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: S
     for _ in range(3):
         await abort(proxy, await proxy.open(group_id="g", group_size=2), keep_place=True)
     assert await slots(proxy) == (5, 2, 0)
-    (group,) = proxy.service.sessions.groups.all()
-    group.deadline = 0.0
+    end_time(proxy)
     await until(lambda: not proxy.service.sessions.groups.all())
     assert await slots(proxy) == (3, 0, 0)
 
@@ -170,8 +164,7 @@ async def test_a_place_in_a_group_that_is_over_is_nobodys(start: Start) -> None:
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=3)
     last = await awaiting(proxy, group_id="g", group_size=3)
-    (group,) = proxy.service.sessions.groups.all()
-    group.deadline = 0.0
+    group = end_time(proxy)
     await until(lambda: group.expired)
     await abort(proxy, last, keep_place=True)
     assert len(await proxy.lease()) == 2

@@ -109,12 +109,12 @@ async def test_an_expiry_that_cannot_be_written_is_tried_again(proxy: Proxy) -> 
 
 
 @pytest.mark.parametrize("step", [-50_000.0, 50_000.0])
-async def test_a_wall_clock_that_is_set_while_the_proxy_is_down(
+async def test_time_goes_on_while_the_proxy_is_down_whatever_the_wall_clock_is_set_to(
     start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     session = await proxy.open(ttl=500)
     waiting = await awaiting(proxy, 400)
-    wall = time.time
+    wall, boot = time.time, boot_clock.boot_seconds
     monkeypatch.setattr(time, "time", lambda: wall() + step)
     again = await start()
     await again.service.expiry.sweep()
@@ -122,22 +122,13 @@ async def test_a_wall_clock_that_is_set_while_the_proxy_is_down(
     assert (now["state"], 450 < now["expires_in"] <= 500) == ("open", True)
     now = await info(again, waiting)
     assert (now["state"], 350 < now["awaits_in"] <= 400) == ("awaiting_reward", True)
-
-
-async def test_time_goes_on_while_the_proxy_is_down(
-    start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await proxy.open(ttl=500)
-    boot = boot_clock.boot_seconds
     monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + 450)
-    again = await start()
-    path = f"/rl/v1/sessions/{session['session_id']}/heartbeat"
-    left = (await again.post(path, {}, session["api_key"])).json()
-    assert 0 < left["expires_in"] <= 50
-    assert left["idle_in"] > 1790, "nobody could be heard meanwhile"
+    later = await start()
+    now = await info(later, session)
+    assert 0 < now["expires_in"] <= 50
+    assert now["idle_in"] > 1790, "nobody could be heard meanwhile"
     monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + 501)
-    last = await start()
-    assert (await over(last, session))["reason"] == "its ttl ran out"
+    assert (await over(await start(), session))["reason"] == "its ttl ran out"
 
 
 def test_without_the_boots_clock_the_wall_clock_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

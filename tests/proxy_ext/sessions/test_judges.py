@@ -250,26 +250,17 @@ async def test_the_runs_default(
 async def test_the_grader_is_the_judge(start: Start) -> None:
     """Its agent may say when; a reward of its own it has none."""
     proxy = await start(ADMIN, "sessions.late_reward=grade", f"sessions.grader={GRADER}", admit=10)
-    session = await played(proxy, None)
-    key = session["api_key"]
-    refused(await proxy.post(SET, {"reward": 1000}, key), 403, "judge_only")
-    body = {"await_reward": True, "deadline": 0.01}
-    assert (await proxy.post(END, body, key)).status_code == 200
+    session, judged = await played(proxy, None), await played(proxy, "judge")
+    refused(await proxy.post(SET, {"reward": 1000}, session["api_key"]), 403, "judge_only")
+    soon = {"await_reward": True, "deadline": 0.01}
+    assert (await proxy.post(END, soon, session["api_key"])).status_code == 200
     now = await graded_by_other(proxy, session)
     assert [entry["by"] for entry in now["reward_history"]] == [f"grader {GRADER}"]
-
-
-async def test_where_the_opener_is_the_judge_its_agent_cannot_have_the_grader(
-    start: Start,
-) -> None:
-    proxy = await start(ADMIN, "sessions.late_reward=grade", f"sessions.grader={GRADER}", admit=10)
-    session = await played(proxy, "judge")
-    body = {"await_reward": True, "deadline": 0.01}
-    refused(await proxy.post(END, body, session["api_key"]), 403, "judge_only")
-    ended = await proxy.post(END, {}, session["api_key"])
-    assert ended.json()["awaits_in"] > 3000
-    judged = await proxy.post(END, {"final_reward": 0.25}, session["judge_key"])
-    assert (judged.json()["state"], judged.json()["final_reward"]) == ("finalized", 0.25)
+    # Where the opener is the judge, its agent cannot have the grader.
+    refused(await proxy.post(END, soon, judged["api_key"]), 403, "judge_only")
+    assert (await finalize(proxy, judged))["awaits_in"] > 3000
+    ended = (await proxy.post(END, {"final_reward": 0.25}, judged["judge_key"])).json()
+    assert (ended["state"], ended["final_reward"]) == ("finalized", 0.25)
 
 
 @pytest.mark.parametrize(

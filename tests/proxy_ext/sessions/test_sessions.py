@@ -97,20 +97,6 @@ async def test_opens_wait_in_the_order_of_asking(start: Start) -> None:
     assert (await proxy.capacity())["admitted"] == 3
 
 
-async def test_a_group_member_that_leaves_frees_the_groups_place(start: Start) -> None:
-    proxy = await start()
-    members = [start_waiting(proxy, group_id="g", group_size=2) for _ in range(2)]
-    await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [2])
-    members[0].cancel()
-    await until(lambda: proxy.service.sessions.groups.all()[0].openers == 1)
-    await waiting(proxy, 2)  # the other one still wants them
-    members[1].cancel()
-    await waiting(proxy, 0)
-    assert len(proxy.service.sessions.groups) == 0
-    await proxy.admit(1)
-    await proxy.open()
-
-
 async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start) -> None:
     proxy = await start()
     client = RLClient(proxy.url)
