@@ -384,12 +384,7 @@ class Walker(Rank):
         return self.sessions.groups.all()
 
 
-STEPS = [
-    *("admit", "open", "open_later", "leave", "leave_while_writing", "fail"),
-    *("finalize", "await_reward", "abort", "expire", "veto", "sweep", "time"),
-    "time_while_writing",
-    *("lease", "train", "lapse", "replay", "archive", "restart"),
-]
+STEPS = [name.removeprefix("step_") for name in vars(Walker) if name.startswith("step_")]
 OFTEN = [*STEPS, *["admit", "lease", "train"] * 2, *["open"] * 8, *["finalize"] * 6]
 
 
