@@ -133,14 +133,16 @@ async def test_a_session_that_is_being_written_has_its_slot(
     """Neither open nor lost: the trainer would otherwise give its slot away a second time."""
     proxy = await start()
     _, go = hold_commits(proxy.service.journal, monkeypatch)
-    tasks = [start_waiting(proxy, **group) for _ in range(2)]
-    await until(lambda: proxy.service.sessions.admission.waiting in (2, 3))
-    await proxy.admit(3)
     wanted = 3 if group else 2
+    tasks = [start_waiting(proxy, **group) for _ in range(4 if group else 2)]
+    await waiting(proxy, wanted)
+    await proxy.admit(3)
     assert await slots(proxy) == (wanted, wanted, 0)
     go.set()
-    assert [(await task).status_code for task in tasks] == [200, 200]
-    assert await slots(proxy) == (wanted, wanted - 2, 2)
+    # One member too many is refused meanwhile.
+    statuses = sorted([(await task).status_code for task in tasks])
+    assert statuses == ([200] * 3 + [409] if group else [200] * 2)
+    assert await slots(proxy) == (wanted, 0, wanted)
 
 
 def _done(tasks: list[asyncio.Task[httpx.Response]], number: int) -> bool:
