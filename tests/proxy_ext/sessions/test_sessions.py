@@ -16,7 +16,7 @@ from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import finalize, hold_commits, info
+from tests.support.sessions import finalize, hold_commits, info, played
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -115,8 +115,7 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     error = refusal(response, 409, "run_finished", "")
     assert (error["run"]["checkpoint"], error["run"]["step"]) == ("/ckpt", 7)
     # Inference and eval go on, without a session too.
-    session = await proxy.open(mode="eval")
-    await proxy.complete(session["api_key"])
+    await played(proxy, mode="eval")
     assert (await proxy.call(None)).status_code == 200
     assert (await proxy.call("DUMMY")).status_code == 200
     assert (await proxy.http.get("/rl/v1/run")).json()["state"] == "finished"
@@ -284,8 +283,7 @@ async def test_one_that_did_not_wait_is_remembered_until_it_is_served(start: Sta
     # A single session may go to any rank, a lane's next one may not.
     assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 429
     assert (await proxy.capacity())["queue"] == []
-    lane = await proxy.open(mode="eval")
-    await proxy.complete(lane["api_key"])
+    lane = await played(proxy, mode="eval")
     await proxy.post("/rl/v1/finalize", {}, lane["api_key"])
     body = {"api_key": lane["api_key"]}
     assert (await proxy.http.post("/rl/v1/start_session", json=body)).status_code == 429

@@ -23,7 +23,7 @@ from tests.support.proxy_fixtures import Start
 from tests.support.records import make_interaction
 from tests.support.retries import text_of
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import abort, finalize
+from tests.support.sessions import abort, finalize, played
 
 COLD = "sessions.hot_bytes=0"
 """Whatever is not in use is let go."""
@@ -106,9 +106,7 @@ async def test_a_session_that_was_let_go_is_the_same(
 
 async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
     first = await start(admit=100)
-    for _ in range(3):
-        session = await first.open()
-        await first.complete(session["api_key"])
+    session = [await played(first) for _ in range(3)][-1]
     # As after a kill: the first one has written everything that it acknowledged.
     proxy = await start()
     trees = proxy.service.sessions.trees
@@ -124,8 +122,7 @@ async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
 
 async def one(proxy: Proxy) -> tuple[RecordedSession, TreeCache]:
     """A session with a call, let go."""
-    opened = await proxy.open()
-    await proxy.complete(opened["api_key"])
+    opened = await played(proxy)
     session = proxy.service.sessions.live[opened["session_id"]]
     await until(lambda: not session.calls)
     trees = proxy.service.sessions.trees
@@ -194,9 +191,7 @@ async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine)
 async def test_what_nobody_has_wanted_for_longest_goes_first(start: Start) -> None:
     proxy = await start(admit=100)
     trees = proxy.service.sessions.trees
-    opened = [await proxy.open() for _ in range(3)]
-    for session in opened:
-        await proxy.complete(session["api_key"])
+    opened = [await played(proxy) for _ in range(3)]
     first, second, third = (proxy.service.sessions.live[s["session_id"]] for s in opened)
     await until(lambda: not any(s.calls for s in (first, second, third)))
     each = trees.bytes // 3
