@@ -6,7 +6,6 @@ import asyncio
 import threading
 from typing import Any
 
-import httpx
 import pytest
 
 from proxy_ext.sessions.conversation_index import ImplicitTask
@@ -29,6 +28,7 @@ from tests.support.implicit import (
 from tests.support.messages import agent_of, said_back
 from tests.support.proxy import Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import Agent
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -88,22 +88,16 @@ async def test_those_that_said_the_same_are_gone_on_with_in_turn(
     assert (await says(proxy, [*ONE, said, MORE]))[1] == ids[0]
 
 
-async def test_a_fork_stays_in_its_session(proxy: Proxy) -> None:
+async def test_a_fork_stays_in_its_session_and_another_question_has_one_of_its_own(
+    proxy: Proxy,
+) -> None:
     answer, id = await says(proxy, ONE)
     other = {"role": "user", "content": "A different one."}
     for messages in ([*ONE, answer, MORE], [*ONE, answer, other], [*ONE, answer, MORE]):
         assert (await says(proxy, messages))[1] == id
     root, *forks = session(proxy, id).tree
     assert [fork.parent_id for fork in forks] == [root.id] * 3
-
-
-async def test_another_question_is_another_conversation(proxy: Proxy) -> None:
-    _, id = await says(proxy, ONE)
-    others = [
-        [SYSTEM, {"role": "user", "content": "Something else."}],
-        [{"role": "system", "content": "You are long."}, *ONE[1:]],
-        ONE[1:],
-    ]
+    others = [[SYSTEM, other], [{"role": "system", "content": "You are long."}, *ONE[1:]], ONE[1:]]
     assert len({id, *[(await says(proxy, messages))[1] for messages in others]}) == 4
 
 
@@ -168,19 +162,12 @@ async def test_a_first_call_that_failed_and_comes_again(
 
 
 async def test_a_marked_retry_finds_its_call(proxy: Proxy, engine: ScriptedEngine) -> None:
+    agent = Agent(proxy, engine, {"api_key": KEY, "session_id": ""}, messages=ONE)
     go_on = engine.hold(2)
-
-    def ask(count: int) -> asyncio.Task[httpx.Response]:
-        body = {"model": "gpt-4o", "messages": ONE, "max_tokens": 8}
-        mark = {"x-stainless-retry-count": str(count)}
-        return asyncio.create_task(proxy.post("/v1/chat/completions", body, KEY, **mark))
-
-    asked = ask(0)
-    await until(lambda: engine.running)
-    asked.cancel()
-    (id,) = proxy.service.sessions.live
-    await until(lambda: any(call.vacant for call in session(proxy, id).calls))
-    again = ask(1)
+    await agent.leave(0)
+    (id,) = (agent.id,) = proxy.service.sessions.live
+    await agent.vacant()
+    again = agent.begin(1)
     go_on.set()
     answer = await again
     assert (answer.status_code, answer.headers["x-any-agent-session"]) == (200, id)

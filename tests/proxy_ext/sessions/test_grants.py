@@ -34,56 +34,36 @@ async def state_of(proxy: Proxy, episode: Episode) -> tuple[SessionState, str | 
     return row.state, row.owner
 
 
-async def test_a_poll_never_gets_it_also_after_a_restart(proxy: Proxy, start: Start) -> None:
+async def test_what_was_opened_on_a_grant_is_its_granters_alone(proxy: Proxy, start: Start) -> None:
     async with ArealClient(proxy.url, None) as client:
         waiting = asyncio.create_task(proxy.lease(wait=60))
         episode = await granted(client)
-        ours = await proxy.finished_session()
-        assert [t.session_id for t in await waiting] == [ours["session_id"]]
-        assert await proxy.lease() == []
-    again = await start()
-    await again.admit(1000)
+    id = episode.session_id
+    ours = await proxy.finished_session()
+    assert [t.session_id for t in await waiting] == [ours["session_id"]]
+    assert await proxy.lease() == []
+    # A trainer that names it is told why not.
+    for more, code in (({}, "on_a_grant"), ({"replay": True}, "not_replayable")):
+        body = {"owner": "trainer", "session_ids": [id], **more}
+        refusal(await proxy.http.post("/rl/v1/lease", json=body), 409, code, "")
+    assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
+    response = await proxy.http.post("/rl/v1/lease", json={"owner": GRANT_OWNER})
+    assert refusal(response, 400, "invalid_request", "")["param"] == "owner"
+    # Neither a trainer's messages nor a second export end an export; given back it is as before.
+    await proxy.export(id)
+    await proxy.admit(1000)
+    assert len(await proxy.export(id)) == 1
+    assert proxy.service.leases.leased_by(EXPORT_OWNER) == {id}
+    await proxy.service.leases.give_back([id], EXPORT_OWNER)
+    again = await start(admit=1000)
     assert await again.lease() == []
     assert await state_of(again, episode) == (SessionState.FINALIZED, GRANT_OWNER)
     async with ArealClient(again.url, None) as client:
-        assert len(await client.export(episode.session_id)) == 1
+        assert len(await client.export(id)) == 1
     assert await state_of(again, episode) == (SessionState.TRAINED, EXPORT_OWNER)
 
 
-async def test_a_trainer_that_names_it_is_told_why_not(proxy: Proxy) -> None:
-    async with ArealClient(proxy.url, None) as client:
-        episode = await granted(client)
-    for more in ({}, {"replay": True}):
-        body = {"owner": "trainer", "session_ids": [episode.session_id], **more}
-        response = await proxy.http.post("/rl/v1/lease", json=body)
-        code = "not_replayable" if more else "on_a_grant"
-        refusal(response, 409, code, "")
-    assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
-    response = await proxy.http.post("/rl/v1/lease", json={"owner": GRANT_OWNER})
-    error = refusal(response, 400, "invalid_request", "")
-    assert error["param"] == "owner"
-
-
-async def test_what_an_export_gives_back_stays_its_granters(proxy: Proxy) -> None:
-    async with ArealClient(proxy.url, None) as client:
-        episode = await granted(client)
-    id, leases = episode.session_id, proxy.service.leases
-    await proxy.export(id)
-    assert leases.leased_by(EXPORT_OWNER) == {id}
-    # Neither a trainer's messages nor a second export end it.
-    await proxy.admit(1000)
-    assert len(await proxy.export(id)) == 1
-    assert await state_of(proxy, episode) == (SessionState.LEASED, GRANT_OWNER)
-    await leases.give_back([id], EXPORT_OWNER)
-    assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
-    assert await proxy.lease() == []
-    await proxy.export(id)
-    body = {"owner": EXPORT_OWNER, "trained": [id]}
-    assert (await proxy.http.post("/rl/v1/ack", json=body)).status_code == 200
-    assert await state_of(proxy, episode) == (SessionState.TRAINED, EXPORT_OWNER)
-
-
-async def test_it_is_not_in_the_trainers_way(proxy: Proxy, start: Start) -> None:
+async def test_what_a_grant_opened_is_not_in_the_trainers_way(proxy: Proxy, start: Start) -> None:
     """Nobody may ever export it: the trainer must not wait for that."""
 
     async def counted(proxy: Proxy) -> tuple[int, int, int]:

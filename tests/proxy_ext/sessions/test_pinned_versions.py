@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import Agent
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.sessions import finalize, info
 
@@ -67,23 +67,18 @@ async def test_after_an_update_its_calls_are_refused(
 async def test_a_call_that_an_update_cuts_off(proxy: Proxy, engine: ScriptedEngine) -> None:
     session = await pinned(proxy)
     go = engine.hold(3)
-    body = {"model": "m", "messages": HELLO, "max_tokens": 8}
-
-    async def ask(count: int) -> httpx.Response:
-        mark = {"x-stainless-retry-count": str(count)}
-        return await proxy.post("/v1/chat/completions", body, session["api_key"], **mark)
-
-    call = asyncio.create_task(ask(0))
+    agent = Agent(proxy, engine, session)
+    call = agent.begin(0)
     await until(lambda: engine.running)
     await update(proxy, engine, 1)
     go.set()
     refusal(await call, 409, "version_gone", "")
-    (recorded,) = await proxy.recorded(session["session_id"])
+    (recorded,) = await agent.recorded()
     assert (recorded.untrainable_reason, recorded.finish_reason) == ("version_gone", "abort")
     assert set(recorded.output_versions.tolist()) == {0, 1}
     assert not proxy.service.sessions.live[session["session_id"]].calls
     # A marked retry does not get it either.
-    refusal(await ask(1), 409, "version_gone", "")
+    refusal(await agent.ask(1), 409, "version_gone", "")
 
 
 async def test_a_stream_that_an_update_cuts_off(proxy: Proxy, engine: ScriptedEngine) -> None:
