@@ -26,14 +26,7 @@ from proxy_ext.export.__main__ import main
 from proxy_ext.export.output import output
 from proxy_ext.journal import EraseContent
 from proxy_ext.journal.reader import ExportFilter
-from tests.support.archives import (
-    CALLS,
-    Exported,
-    Rank,
-    archive_now,
-    export_trial,
-    settings_of,
-)
+from tests.support.archives import CALLS, Exported, Rank, archive_now, export_trial, settings_of
 from tests.support.errors import fails_with
 from tests.support.proxy import HELLO
 from tests.support.proxy_fixtures import Start
