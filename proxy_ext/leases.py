@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 _EPOCH = "trainer_epoch"
 _UNCLAIMED = "its trainer ended before it had it"
-_CONFIRM_TIMEOUT = 15.0
+CONFIRM_TIMEOUT = 15.0
 """Seconds within which a trainer confirms a new lease; after that its answer counts as lost."""
-_ANSWER_BYTES = 64 * 2**20
+ANSWER_BYTES = 64 * 2**20
 """Estimated size of one poll's answer at most, unless a single group is larger."""
 _SHOWN_GROUPS = 8
 _BUFFERED = (SessionState.AWAITING_REWARD, SessionState.FINALIZED, SessionState.LEASED)
@@ -157,7 +157,7 @@ class LeaseManager:
 
         def unknown(session: RecordedSession) -> bool:
             if session.row.owner == body.owner:
-                return session.id not in known and session.lease_began + _CONFIRM_TIMEOUT < now
+                return session.id not in known and session.lease_began + CONFIRM_TIMEOUT < now
             return not for_export(session.row)
 
         if number_taken := await self._give_back(unknown):
@@ -307,7 +307,7 @@ class LeaseManager:
             except SessionDamaged:
                 # The session is being ended; its group is leased without it.
                 continue
-            if chosen and size > _ANSWER_BYTES:
+            if chosen and size > ANSWER_BYTES:
                 break
             chosen += members
         return chosen

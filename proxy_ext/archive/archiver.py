@@ -41,8 +41,8 @@ _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 900.0
 """Bounds of the seconds between two sweeps, which are a fiftieth of the time that content is kept.
 Each sweep may write a file."""
 _RETRY_DELAY = 30.0  # seconds at most to the first sweep, and to the next one after a failure
-_BATCH = 256
-_BATCH_BYTES = 16 * 2**20
+BATCH = 256
+BATCH_BYTES = 16 * 2**20
 """Uncompressed bytes of a batch: its removal delays the next writes by some milliseconds."""
 _PAUSE = 0.05
 _MAX_TRIMS = 256  # trims of the journal in a row
@@ -69,9 +69,9 @@ class Archiver:
         self._journal = sessions.journal
         self._folder = folder
         self._about = about
-        self._keep = keep_seconds
+        self.keep_seconds = keep_seconds
         self._oldest_step = oldest_step
-        self._limit = limit
+        self.limit = limit
         self._unreadable: set[str] = set()
         self._files = asyncio.Lock()
         """A lock for the removal of a session from a file."""
@@ -93,14 +93,14 @@ class Archiver:
 
     async def run(self) -> None:
         """Archive sessions, and return free space to the disk, until cancelled."""
-        usual = min(max(_MIN_INTERVAL, self._keep / 50), _MAX_INTERVAL)
+        usual = min(max(_MIN_INTERVAL, self.keep_seconds / 50), _MAX_INTERVAL)
         soon = min(usual, _RETRY_DELAY)
         wait = soon
         while True:
             await asyncio.sleep(wait)
             wait = soon
             try:
-                await self._sweep_all()
+                await self.sweep_all()
                 wait = usual
             except AnyAgentError as error:
                 log.warning("archiving failed and will be tried again: %s", error.message)
@@ -111,7 +111,8 @@ class Archiver:
             except Exception:
                 log.exception("archiving failed and will be tried again")
 
-    async def _sweep_all(self) -> None:
+    async def sweep_all(self) -> None:
+        """Archive all that is to be archived, keep to the limit, and shrink the journal."""
         while True:
             began = time.monotonic()
             if not await self.sweep():
@@ -150,7 +151,7 @@ class Archiver:
 
     async def remove_oldest(self) -> None:
         """Remove the oldest archives until the others are within the limit."""
-        limit = await asyncio.to_thread(self._limit)
+        limit = await asyncio.to_thread(self.limit)
         if self.bytes <= limit:
             return
         for file in await asyncio.to_thread(list_archives, self._folder, self._sessions.rank):
@@ -185,9 +186,9 @@ class Archiver:
 
     async def _batch(self) -> list[NumberedRow]:
         found = await self._journal.ended(
-            before=time.time() - self._keep,
+            before=time.time() - self.keep_seconds,
             oldest_step=self._oldest_step(),
-            limit=_BATCH + len(self._unreadable),
+            limit=BATCH + len(self._unreadable),
         )
         return [each for each in found if each.row.id not in self._unreadable]
 
@@ -211,7 +212,7 @@ class Archiver:
                 continue
             await asyncio.to_thread(writer.add, each.number, line)
             moved.append(each.row.id)
-            if writer.raw > _BATCH_BYTES:
+            if writer.raw > BATCH_BYTES:
                 break
         return moved
 

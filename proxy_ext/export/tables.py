@@ -16,7 +16,7 @@ from any_agent.errors import ConfigError
 from any_agent.runtime.atomic_files import atomic_folder
 from proxy_ext.export.output import ExportOutput
 
-_BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20
 """Bytes of rows in memory before they are written."""
 _SPOOL = ".any-agent-export-"  # prefix of a temporary folder
 
@@ -36,7 +36,7 @@ class Table:
         plain = row | {name: _texts(row[name]) for name in self._json}
         self._rows.append(plain)
         self._bytes += sum(map(_size, plain.values()))
-        if self._bytes >= _BATCH_BYTES:
+        if self._bytes >= BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:

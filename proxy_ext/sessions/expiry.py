@@ -26,7 +26,7 @@ NO_REWARD = "no reward came by its deadline"
 TOO_SMALL = "group_too_small"
 """The reason of sessions rejected because their group had too few of them."""
 _GRADED_AT_ONCE = 1e-3  # seconds that an ended implicit session awaits rewards
-_BATCH = 256  # sessions that are ended together: they share the store's commits
+BATCH = 256  # sessions that are ended together: they share the store's commits
 
 
 @contextmanager
@@ -70,8 +70,8 @@ class SessionExpirer:
     async def sweep(self) -> None:
         """End every session whose time is over, without a scan of the others."""
         due = self._sessions.deadlines.pop(time.monotonic())
-        for k in range(0, len(due), _BATCH):
-            found = (self._sessions.live.get(id) for id in due[k : k + _BATCH])
+        for k in range(0, len(due), BATCH):
+            found = (self._sessions.live.get(id) for id in due[k : k + BATCH])
             await asyncio.gather(*(self._check(s) for s in found if s is not None))
 
     async def end(self, session: RecordedSession, reason: str) -> None:

@@ -133,7 +133,7 @@ class DeadlineQueue:
 _Key: TypeAlias = tuple[bool, str]
 """(True, a group's id) or, for a session without a group, (False, its id)."""
 
-_MAX_PENDING = 4096  # changes that wait for the next query: where no trainer polls, there is none
+MAX_PENDING = 4096  # changes that wait for the next query: where no trainer polls, there is none
 
 
 class _LeasePosition(NamedTuple):
@@ -176,7 +176,7 @@ class LeaseIndex:
 
     def _add_pending(self, key: _Key) -> None:
         self._pending.add(key)
-        if len(self._pending) > _MAX_PENDING:
+        if len(self._pending) > MAX_PENDING:
             self._refresh()
 
     def _refresh(self) -> None:

@@ -41,7 +41,7 @@ NO_PARTS: Parts = MappingProxyType({})
 JUDGE_ONLY = "judge_only"  # the code of refusals
 _AGENT = "session"  # the author of rewards by the agent where both may set them, or its beginning
 _MAX_NAMES = 64  # names of one reward
-_MAX_GIVEN = 10_000  # rewards of one session: each revision is kept, and read at the next one
+MAX_GIVEN = 10_000  # rewards of one session: each revision is kept, and read at the next one
 _MAX_SHOWN = 256  # newest rewards in a session's history
 
 
@@ -235,7 +235,7 @@ class RewardBook:
                     raise judge_only(session.row, "revise its own rewards of")
                 if not judged and not _by_agent(by):
                     known, before = {}, None
-            if given >= _MAX_GIVEN:
+            if given >= MAX_GIVEN:
                 raise Unprocessable(
                     f"the session was given {given} rewards, revisions included; it takes no more",
                     code="too_many_rewards",

@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from any_agent.errors import AnyAgentError, Conflict, TooManyRequests
 from proxy_ext.journal.base import Journal, KeepAnswer, PutMeta
 
-_MAX_SHOWN = 64  # entries of the queue that the trainer sees
-_RECALL_SECONDS = 3.0
+MAX_SHOWN = 64  # entries of the queue that the trainer sees
+RECALL_SECONDS = 3.0
 """Time within which a refused client retries: its 429's Retry-After and a margin."""
 
 
@@ -98,7 +98,7 @@ class Admission:
         """The slots that are wanted: by opens that wait, then by those lately refused."""
         now = time.monotonic()
         self._refused = {key: ask for key, ask in self._refused.items() if ask[1] > now}
-        waiting = [ticket.slots for ticket in islice(self._queue, _MAX_SHOWN)]
+        waiting = [ticket.slots for ticket in islice(self._queue, MAX_SHOWN)]
         return [*waiting, *(slots for slots, _ in self._refused.values())]
 
     def remember(self, key: str, slots: int) -> None:
@@ -107,8 +107,8 @@ class Admission:
         Where free slots are shared with other ranks, there might otherwise never be enough of them
         here at the moment of a request.
         """
-        if len(self._refused) < _MAX_SHOWN or key in self._refused:
-            self._refused[key] = (slots, time.monotonic() + _RECALL_SECONDS)
+        if len(self._refused) < MAX_SHOWN or key in self._refused:
+            self._refused[key] = (slots, time.monotonic() + RECALL_SECONDS)
 
     def forget(self, key: str) -> None:
         self._refused.pop(key, None)

@@ -51,7 +51,8 @@ class TreeCache:
         self._journal = journal
         self._deliveries = deliveries
         self._live = live
-        self._budget = budget
+        self.budget = budget
+        """Bytes, about, up to which trees stay loaded."""
         self._loaded: OrderedDict[RecordedSession, _Size] = OrderedDict()
         """Live sessions with a tree, least recently used first."""
         self._pins: Counter[RecordedSession] = Counter()
@@ -128,12 +129,12 @@ class TreeCache:
         size = _Size(recorded, recorded + session.tree.extra_bytes)
         self.bytes += size.total - self._loaded.pop(session, _NOTHING).total
         self._loaded[session] = size
-        self._trim()
+        self.trim()
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
         """Unload the least recently used trees until the rest fits the budget."""
         skipped = 0
-        while self.bytes > self._budget and self._loaded and skipped < _MAX_SKIPPED:
+        while self.bytes > self.budget and self._loaded and skipped < _MAX_SKIPPED:
             session, size = self._loaded.popitem(last=False)
             if session.calls or session.lock.locked() or session in self._pins:
                 # In use, so it counts as just used.

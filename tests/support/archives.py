@@ -36,10 +36,11 @@ class Rank:
     oldest_step: int | None = None
     keep_seconds: float = 0.0
     number: int = 0
+    settings: tuple[str, ...] = ()
 
     async def start(self) -> Rank:
         self.journal = SQLiteJournal(self.folder / "journal" / f"rank-{self.number}.sqlite")
-        config = load_config(None, [], {}).sessions
+        config = load_config(None, self.settings, {}).sessions
         self.sessions = SessionStore(
             self.journal, config, SessionIds(self.number), rank=self.number
         )
@@ -139,22 +140,27 @@ class ExportedHere(NamedTuple):
     lines: list[dict[str, Any]]
     said: str
 
+    @property
+    def ids(self) -> list[str]:
+        return [line.get("session_id") or line["session"]["id"] for line in self.lines]
+
 
 def export_trial(root: Path, *arguments: str) -> ExportedHere:
     """Run the program in this process."""
     out = root / "exported.jsonl"
+    out.unlink(missing_ok=True)
     named = () if "--out" in arguments else ("--out", str(out))
     with redirect_stderr(io.StringIO()) as said:
         try:
             code = main([*arguments, *named, *settings_of(root)])
         except SystemExit as error:
             code = int(error.code or 0)
-    lines = out.read_text().splitlines() if named and code in (0, 1) else []
+    lines = out.read_text().splitlines() if out.exists() else []
     return ExportedHere(code, list(map(json.loads, lines)), said.getvalue())
 
 
 async def archive_now(proxy: Proxy) -> int:
     """A sweep over all that has ended, however lately."""
     archive = proxy.service.archive
-    archive._keep = 0.0
+    archive.keep_seconds = 0.0
     return await archive.sweep()

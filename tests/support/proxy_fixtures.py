@@ -32,10 +32,15 @@ async def start(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> Asy
     """Start a proxy on the scripted engine (or on ``engine_url``); settings by dotted name."""
     async with AsyncExitStack() as stack:
 
-        async def make(*settings: str, engine_url: str = "", **options: Any) -> Proxy:
+        async def make(
+            *settings: str, engine_url: str = "", admit: int | None = None, **options: Any
+        ) -> Proxy:
             config = config_for(tmp_path, *settings)
             context = running_proxy(config, chat, engine_url=engine_url or engine.url, **options)
-            return await stack.enter_async_context(context)
+            proxy = await stack.enter_async_context(context)
+            if admit is not None:
+                await proxy.admit(admit)
+            return proxy
 
         yield make
 

@@ -13,6 +13,7 @@ from any_agent.rundir.fleet import Fleet, save_fleet
 from proxy_ext.server import entry_of
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Restart
+from tests.support.sessions import finalize
 
 HEADER = "x-any-agent-fleet"
 START = "/rl/v1/start_session"
@@ -41,7 +42,6 @@ MISDIRECTED, DRAINING = (421, "misdirected"), (503, "draining")
 
 @pytest.mark.parametrize("name", ["group_id", "task_id"])
 async def test_a_member_only_open_begins_nothing(proxy: Proxy, name: str) -> None:
-    await proxy.admit(8)
     assert refusal(await ask(proxy, "1 member", **{name: "g"})) == MISDIRECTED
     first = await ask(proxy, "1", **{name: "g"})
     second = await ask(proxy, "1 member", **{name: "g"})
@@ -55,7 +55,6 @@ async def test_a_member_only_open_begins_nothing(proxy: Proxy, name: str) -> Non
 
 async def test_a_group_that_has_ended_is_known(restart: Restart) -> None:
     proxy = await restart()
-    await proxy.admit(8)
     for _ in range(2):
         await proxy.finished_session(group_id="g")
     proxy = await restart()
@@ -64,7 +63,6 @@ async def test_a_group_that_has_ended_is_known(restart: Restart) -> None:
 
 async def test_whoever_denied_a_group_does_not_begin_it_for_an_older_fleet(proxy: Proxy) -> None:
     """Else two routers could begin it at two ranks."""
-    await proxy.admit(8)
     grown = Fleet.of(2).with_state(2, "serving")
     change(proxy, grown)
     assert refusal(await ask(proxy, "2 member", group_id="g")) == MISDIRECTED
@@ -75,17 +73,12 @@ async def test_whoever_denied_a_group_does_not_begin_it_for_an_older_fleet(proxy
     assert (await ask(proxy, "2", group_id="g")).status_code == 200
     # Of a group that it has, it takes a member, whatever the router knows.
     assert (await ask(proxy, "1", group_id="g")).status_code == 200
-
-
-async def test_a_number_that_no_file_has_changes_nothing(proxy: Proxy) -> None:
-    await proxy.admit(8)
-    assert (await ask(proxy, "999999", group_id="g")).status_code == 200
-    assert (await ask(proxy, "1", group_id="h")).status_code == 200
-    assert (await ask(proxy, "nonsense", group_id="i")).status_code == 200
+    # A number that no file has changes nothing.
+    for number in ("999999", "nonsense"):
+        assert (await ask(proxy, number, group_id=number)).status_code == 200
 
 
 async def test_a_draining_rank_takes_members_of_its_groups_alone(proxy: Proxy) -> None:
-    await proxy.admit(8)
     first = await proxy.open(group_id="g")
     lane = await proxy.finished_session(mode="eval")
     await retire(proxy)
@@ -94,11 +87,9 @@ async def test_a_draining_rank_takes_members_of_its_groups_alone(proxy: Proxy) -
     with_key = await proxy.post(START, {"mode": "eval", "api_key": lane["api_key"]})
     assert refusal(with_key) == (409, "lane_on_other_rank")
     assert refusal(await proxy.post("/grant_capacity", {})) == DRAINING
-    second = await proxy.open(group_id="g")
-    for session in (first, second):
-        await proxy.complete(session["api_key"])
-        ended = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, session["api_key"])
-        assert ended.status_code == 200
+    second = await proxy.finished_session(group_id="g")
+    await proxy.complete(first["api_key"])
+    await finalize(proxy, first, final_reward=1.0)
     leased = await proxy.lease()
     assert {t.session_id for t in leased} == {first["session_id"], second["session_id"]}
 
@@ -129,14 +120,13 @@ async def test_a_rank_is_done_once_its_sessions_were_trained_on(proxy: Proxy) ->
         return found.retired, found.unfinished, found.replayable
 
     service = proxy.service
-    await proxy.admit(8)
     assert entry_of(service, url="u", boot_id="b").led
     first = await proxy.open(group_id="g")
     assert entry() == (False, 2, True), "a place is kept for the second one"
     await retire(proxy)
     assert entry() == (True, 2, True)
     await proxy.complete(first["api_key"])
-    await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, first["api_key"])
+    await finalize(proxy, first, final_reward=1.0)
     second = await proxy.finished_session(group_id="g")
     assert entry() == (True, 2, True), "no step has had them"
     ids = [first["session_id"], second["session_id"]]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
+from proxy_ext.sessions.conversation_index import ImplicitTask
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.proxy_ext.test_metrics import scrape
+from tests.proxy_ext.test_tenants import ADMIN, Tenants
 from tests.support.implicit import (
     KEY,
     MORE,
@@ -20,17 +25,17 @@ from tests.support.implicit import (
     settings,
     will_say,
 )
-from tests.support.proxy import Proxy, until
+from tests.support.messages import agent_of, said_back
+from tests.support.proxy import Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import Agent
 from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
 async def proxy(start: Start) -> Proxy:
     """One that needs no key, with room for many sessions."""
-    proxy = await start(*settings())
-    await proxy.admit(100)
-    return proxy
+    return await start(*settings(), admit=100)
 
 
 async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
@@ -83,33 +88,30 @@ async def test_those_that_said_the_same_are_gone_on_with_in_turn(
     assert (await says(proxy, [*ONE, said, MORE]))[1] == ids[0]
 
 
-async def test_a_fork_stays_in_its_session(proxy: Proxy) -> None:
+async def test_a_fork_stays_in_its_session_and_another_question_has_one_of_its_own(
+    proxy: Proxy,
+) -> None:
     answer, id = await says(proxy, ONE)
     other = {"role": "user", "content": "A different one."}
     for messages in ([*ONE, answer, MORE], [*ONE, answer, other], [*ONE, answer, MORE]):
         assert (await says(proxy, messages))[1] == id
     root, *forks = session(proxy, id).tree
     assert [fork.parent_id for fork in forks] == [root.id] * 3
-
-
-async def test_another_question_is_another_conversation(proxy: Proxy) -> None:
-    _, id = await says(proxy, ONE)
-    others = [
-        [SYSTEM, {"role": "user", "content": "Something else."}],
-        [{"role": "system", "content": "You are long."}, *ONE[1:]],
-        ONE[1:],
-    ]
+    others = [[SYSTEM, other], [{"role": "system", "content": "You are long."}, *ONE[1:]], ONE[1:]]
     assert len({id, *[(await says(proxy, messages))[1] for messages in others]}) == 4
 
 
+@pytest.mark.parametrize("restarted", [False, True])
 async def test_what_ended_is_not_gone_on_with_in_another(
-    proxy: Proxy, engine: ScriptedEngine
+    start: Start, proxy: Proxy, engine: ScriptedEngine, restarted: bool
 ) -> None:
     """Nor in one that has said the beginning of it."""
     will_say(engine, proxy, "same", "same", "more")
     (answer, a), (_, b) = [await says(proxy, ONE) for _ in range(2)]
     further, got = await says(proxy, [*ONE, answer, MORE])
     assert got == a
+    if restarted:
+        proxy = await start(*settings(), admit=10)
     await proxy.http.post(f"/rl/v1/sessions/{a}/abort", json={})
     _, c = await says(proxy, [*ONE, answer, MORE, further, MORE])
     assert c not in (a, b)
@@ -124,36 +126,27 @@ async def test_a_call_renews_the_idle_time(proxy: Proxy) -> None:
     assert session(proxy, id).idle_expires - asyncio.get_running_loop().time() > 250
 
 
-async def test_one_without_an_answer_expires(proxy: Proxy, engine: ScriptedEngine) -> None:
-    engine.fail("status", status=400)
-    assert (await proxy.call(KEY, ONE)).status_code >= 400
-    (id,) = proxy.service.sessions.live
-    ended = await idle(proxy, id)
-    assert (ended["state"], ended["interactions"]) == ("expired", 0)
-    assert "no call was answered" in ended["reason"]
-
-
 async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
     """Nobody else could end it."""
     _, id = await says(proxy, ONE)
-    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
-    proxy.service.sessions.watch(session(proxy, id))
+    proxy.end_ttl({"session_id": id})
     ended = await over(proxy, id)
     assert (ended["state"], ended["final_reward"]) == ("finalized", 2)
     assert proxy.service.expiry.outcomes == {"graded": 1}
 
 
-async def test_at_its_ttl_without_an_answer_it_expires(
-    proxy: Proxy, engine: ScriptedEngine
+@pytest.mark.parametrize("end", ["idle", "ttl"])
+async def test_one_without_an_answer_expires(
+    proxy: Proxy, engine: ScriptedEngine, end: str
 ) -> None:
     engine.fail("status", status=400)
     assert (await proxy.call(KEY, ONE)).status_code >= 400
     (id,) = proxy.service.sessions.live
-    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
-    proxy.service.sessions.watch(session(proxy, id))
-    ended = await over(proxy, id)
-    assert ended["state"] == "expired"
-    assert ended["reason"] == "its ttl ran out, and no call was answered"
+    if end == "ttl":
+        proxy.end_ttl({"session_id": id})
+    ended = await over(proxy, id) if end == "ttl" else await idle(proxy, id)
+    assert (ended["state"], ended["interactions"]) == ("expired", 0)
+    assert "no call was answered" in ended["reason"]
 
 
 async def test_a_first_call_that_failed_and_comes_again(
@@ -169,20 +162,266 @@ async def test_a_first_call_that_failed_and_comes_again(
 
 
 async def test_a_marked_retry_finds_its_call(proxy: Proxy, engine: ScriptedEngine) -> None:
+    agent = Agent(proxy, engine, {"api_key": KEY, "session_id": ""}, messages=ONE)
     go_on = engine.hold(2)
-    body = {"model": "gpt-4o", "messages": ONE, "max_tokens": 8}
-    asked = asyncio.create_task(
-        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "0"})
-    )
-    await until(lambda: engine.running)
-    asked.cancel()
-    (id,) = proxy.service.sessions.live
-    await until(lambda: any(call.vacant for call in session(proxy, id).calls))
-    again = asyncio.create_task(
-        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "1"})
-    )
+    await agent.leave(0)
+    (id,) = (agent.id,) = proxy.service.sessions.live
+    await agent.vacant()
+    again = agent.begin(1)
     go_on.set()
     answer = await again
     assert (answer.status_code, answer.headers["x-any-agent-session"]) == (200, id)
     assert len(engine.requests) == 1
     assert proxy.service.implicit.calls == {"opened": 1, "retried": 1}
+
+
+# -- every API -------------------------------------------------------------------------------------
+
+INSTRUCTIONS, ASKED = ONE[0]["content"], ONE[1]["content"]
+
+
+def turns(proxy: Proxy) -> list[str]:
+    """How each call of the only session came about."""
+    (id,) = proxy.service.sessions.live
+    return [str(i.continuation) for i in session(proxy, id).tree]
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_responses_go_on_by_the_whole_conversation_or_the_earlier_answers_id(
+    proxy: Proxy, named: bool
+) -> None:
+    asked: dict[str, Any] = {"model": "m", "instructions": INSTRUCTIONS, "max_output_tokens": 16}
+    async with client(proxy) as agent:
+        first = await agent.responses.create(input=ASKED, **asked)
+        if named:
+            again = await agent.responses.create(
+                input="Another one.", previous_response_id=first.id, **asked
+            )
+        else:
+            said = [item.to_dict(mode="json") for item in first.output]
+            whole: Any = [{"role": "user", "content": ASKED}, *said, MORE]
+            again = await agent.responses.create(input=whole, **asked)
+        assert turns(proxy) == ["root", "exact"]
+        assert (await agent.responses.retrieve(again.id)).output_text == again.output_text
+        items = await agent.responses.input_items.list(first.id)
+        assert len(items.data) == 1
+
+
+async def test_what_has_no_conversation_opens_no_session(proxy: Proxy) -> None:
+    body = {"model": "m", "input": "hi", "previous_response_id": "resp_0000" + "0" * 28}
+    response = await proxy.post("/v1/responses", body, KEY)
+    refusal(response, 404, "previous_response_not_found", "")
+    response = await proxy.http.get("/v1/responses/resp_0000abc")
+    refusal(response, 404, "response_not_found", "")
+    response = await proxy.post("/v1/completions", {"model": "m", "prompt": "a"}, KEY)
+    refusal(response, 400, "no_conversation", "")
+    assert not proxy.service.sessions.live
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_conversation_over_all_apis(proxy: Proxy, stream: bool) -> None:
+    messages: list[Any] = list(ONE)
+    if stream:
+        events, _ = await proxy.stream(KEY, messages)
+        deltas = (event["choices"][0]["delta"] for event in events if event["choices"])
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        messages += [{"role": "assistant", "content": text}, MORE]
+    else:
+        messages += [(await says(proxy, messages))[0], MORE]
+    asked: dict[str, Any] = {"model": "claude", "max_tokens": 8, "system": INSTRUCTIONS}
+    async with agent_of(proxy, KEY) as agent:
+        for _ in range(2):
+            if stream:
+                async with agent.messages.stream(messages=messages[1:], **asked) as parts:
+                    answer = await parts.get_final_message()
+            else:
+                answer = await agent.messages.create(messages=messages[1:], **asked)
+            messages += [said_back(answer), MORE]
+    async with client(proxy) as other:
+        plain: Any = [{"role": m["role"], "content": text_of(m)} for m in messages[1:]]
+        await other.responses.create(
+            model="m", instructions=INSTRUCTIONS, input=plain, max_output_tokens=16
+        )
+    assert turns(proxy) == ["root", "exact", "exact", "exact"]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+OTHER = [SYSTEM, {"role": "user", "content": "Say a word."}]
+
+
+async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start(*settings(ADMIN), admit=100)
+    tenants = Tenants(proxy)
+    alice, bob = tenants.key("alice"), tenants.key("bob")
+    answer, hers = await says(proxy, ONE, alice)
+    talk = [*ONE, answer, MORE]
+    _, his = await says(proxy, talk, bob)
+    assert his != hers
+    assert (await says(proxy, talk, alice))[1] == hers
+    rows = [session(proxy, id).row for id in (hers, his)]
+    assert [row.tenant for row in rows] == ["alice", "bob"]
+    assert rows[0].opened_by is not None and rows[0].opened_by.startswith("implicit: tenant alice")
+    async with client(proxy, alice) as agent:
+        given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
+    body = {"model": "m", "input": "hi", "previous_response_id": given.id}
+    refusal(await proxy.post("/v1/responses", body, bob), 404, "previous_response_not_found", "")
+    response = await proxy.http.get(
+        f"/v1/responses/{given.id}", headers={"authorization": f"Bearer {bob}"}
+    )
+    refusal(response, 404, "response_not_found", "")
+
+
+async def test_who_may_open_how_many(start: Start) -> None:
+    refusal(await (await start()).call(KEY, ONE), 401, "no_session", "")  # it is opt-in
+    proxy = await start(*settings(ADMIN), admit=100)
+    refusal(await proxy.call(None, ONE), 401, "no_session", "")
+    response = await proxy.http.post("/v1/chat/completions", json={"messages": ONE})
+    refusal(response, 401, "no_session", "")
+    refusal(await proxy.call("sk-nobodys", ONE), 401, "invalid_api_key", "")
+    assert not proxy.service.sessions.live
+    key = Tenants(proxy).key("alice", open_sessions=1)
+    answer, id = await says(proxy, ONE, key)
+    turned_away(await proxy.call(key, OTHER), 429, "quota_exceeded")
+    # What goes on opens none.
+    assert (await says(proxy, [*ONE, answer, MORE], key))[1] == id
+    proxy = await start(*settings("sessions.max_open=1"), admit=100)
+    turned_away(await proxy.call(KEY, OTHER), 429, "too_many_sessions")
+
+
+async def test_without_a_slot_it_waits_and_holds_no_place(start: Start) -> None:
+    proxy = await start(*settings("sessions.implicit_wait=0.01"))
+    turned_away(await proxy.call(KEY, ONE), 429, "no_capacity")
+    assert not proxy.service.sessions.live and proxy.service.calls.concurrency.in_use == 0
+    await proxy.admit(1)
+    await says(proxy, ONE)
+    # One that leaves while it waits opens nothing; as training ends one gets an eval session.
+    proxy = await start(*settings())
+    waiting = proxy.service.sessions.admission
+    asked = [asyncio.create_task(says(proxy, talk)) for talk in (OTHER, [MORE])]
+    await until(lambda: waiting.waiting == 2)
+    assert proxy.service.calls.concurrency.in_use == 0
+    asked[0].cancel()
+    await until(lambda: waiting.waiting == 1)
+    await proxy.client.set_run("finished", step=1, checkpoint=None)
+    _, id = await asked[1]
+    assert session(proxy, id).row.mode == "eval"
+    assert len(proxy.service.sessions.live) == 2, "it, and the one of the process before"
+
+
+async def test_what_cannot_be_sampled_opens_nothing(start: Start) -> None:
+    proxy = await start(*settings(), admit=5)
+    long = [{"role": "user", "content": "word " * 5000}]
+    refusal(await proxy.call(KEY, long), 400, "context_length_exceeded", "")
+    many = [{"role": "user", "content": ""}] * 5000
+    refusal(await proxy.call(KEY, many), 400, "context_length_exceeded", "")
+    refusal(await proxy.call(KEY, ONE, metadata={"a": "x" * 100_000}), 400, "invalid_request", "")
+    refusal(await proxy.call(KEY, ONE, suffix="x"), 400, "unsupported_parameter", "")
+    assert not proxy.service.sessions.live
+
+
+async def test_long_text_of_a_short_body_is_hashed_off_the_loop(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    hash_messages = ImplicitTask.hash_messages
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return hash_messages(*args)
+
+    monkeypatch.setattr(ImplicitTask, "hash_messages", noted)
+    proxy = await start(*settings(), admit=5)
+    search: dict[str, Any] = {"name": "search", "input_schema": {"type": "object"}}
+    later = {**search, "name": "later", "description": "x" * 30_000, "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": "later"}
+    found = {"type": "tool_result", "tool_use_id": "x", "content": [reference] * 5}
+    hello = {"role": "user", "content": "hi"}
+    body = {"model": "m", "max_tokens": 8, "tools": [search, later], "messages": [hello]}
+    for _ in range(2):
+        assert (await proxy.post("/v1/messages", body, KEY)).status_code == 200
+    body["messages"] = [hello, {"role": "user", "content": [found]}]
+    response = await proxy.post("/v1/messages", body, KEY)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    """Sampling is as the agent asks: none of a run's is forced on it."""
+    proxy = await start(*settings(), training=False)
+    response = await proxy.post("/v1/completions", {"model": "m", "prompt": "a"}, KEY)
+    assert response.status_code == 200 and not proxy.service.sessions.live
+    answer, id = await says(proxy, ONE, temperature=0.5)
+    assert (await says(proxy, [*ONE, answer, MORE]))[1] == id
+    assert [r["sampling_params"]["temperature"] for r in engine.requests[1:]] == [0.5, 1.0]
+    assert [str(i.continuation) for i in session(proxy, id).tree] == ["root", "exact"]
+    ended = await idle(proxy, id)
+    assert (ended["mode"], ended["state"], ended["final_reward"]) == ("eval", "evaluated", 4)
+    assert not await proxy.lease()
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_one_that_is_open_as_training_ends_stays_a_train_session(
+    start: Start, engine: ScriptedEngine, named: bool
+) -> None:
+    """Its further calls are sampled as its first ones were, however they are found."""
+    proxy = await start(*settings(), admit=5)
+    async with client(proxy) as agent:
+        asked: Any = {"model": "m", "max_output_tokens": 16, "temperature": 0.5}
+        first = await agent.responses.create(input="hi", **asked)
+        await proxy.client.set_run("finished", step=1, checkpoint=None)
+        if named:
+            await agent.responses.create(input="more", previous_response_id=first.id, **asked)
+        else:
+            said = [item.to_dict(mode="json") for item in first.output]
+            whole: Any = [{"role": "user", "content": "hi"}, *said, MORE]
+            await agent.responses.create(input=whole, **asked)
+    (id,) = proxy.service.sessions.live
+    assert len(session(proxy, id).tree) == 2 and session(proxy, id).row.mode == "train"
+    assert [r["sampling_params"]["temperature"] for r in engine.requests] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("rewards", ["null", "agent"])
+async def test_a_reward_that_its_tenant_gives_counts_if_it_may(start: Start, rewards: str) -> None:
+    """The agent has its tenant's key, too."""
+    proxy = await start(*settings(f"sessions.rewards={rewards}"), admit=5)
+    _, id = await says(proxy, ONE)
+    response = await proxy.post("/rl/v1/set_reward", {"final_reward": 9, "session_id": id}, KEY)
+    if rewards == "null":
+        refusal(response, 403, "judge_only", "")
+        assert (await idle(proxy, id))["final_reward"] != 9
+        return
+    assert response.status_code == 200, response.text
+    ended = await idle(proxy, id)
+    assert (ended["state"], ended["final_reward"]) == ("finalized", 9)
+    assert proxy.service.expiry.outcomes == {"rewarded": 1}
+    now = await scrape(proxy)
+    assert now("any_agent_implicit_calls_total", how="opened") == 1
+    assert now("any_agent_implicit_sessions_ended_total") == 1
+    assert now("any_agent_implicit_sessions_open") == 0
+
+
+async def test_it_goes_on_after_a_restart(start: Start) -> None:
+    proxy = await start(*settings(), admit=10)
+    answer, id = await says(proxy, ONE)
+    _, other = await says(proxy, OTHER)
+    async with client(proxy) as agent:
+        given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
+    again = await start(*settings(), admit=10)
+    _, got = await says(again, [*ONE, answer, MORE])
+    assert got == id
+    tree = session(again, id).tree
+    assert [str(i.continuation) for i in tree] == ["root", "exact"]
+    async with client(again) as agent:
+        assert (await agent.responses.retrieve(given.id)).output_text == given.output_text
+        await agent.responses.create(
+            model="m", input="more", max_output_tokens=16, previous_response_id=given.id
+        )
+    assert len(again.service.sessions.live) == 3
+    assert session(again, other).idle_timeout == 300
+    assert (await idle(again, id))["final_reward"] == 4

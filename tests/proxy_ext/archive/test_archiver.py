@@ -1,8 +1,9 @@
-"""The sweep: what no resume needs goes from the journal to an archive, once, killed or not."""
+"""What no resume needs goes to an archive, once, killed or not; beyond a limit the oldest go."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import sys
 import threading
@@ -12,18 +13,23 @@ from typing import Any
 
 import pytest
 
+from any_agent.config import load_config
 from any_agent.errors import Conflict, StoreUnavailable
+from any_agent.rundir.layout import RunDir
 from any_agent.runtime import atomic_files
 from any_agent.types import Interaction, SessionState
 from proxy_ext.archive import archiver as sweep
-from proxy_ext.archive.files import ArchiveWriter
+from proxy_ext.archive.files import ArchiveWriter, list_archives
 from proxy_ext.archive.records import read_record
+from proxy_ext.export import reader
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
 from proxy_ext.journal.base import EXPORT_OWNER
 from proxy_ext.leases import Fence, LeaseManager
+from proxy_ext.service import archive_limit
 from tests.proxy_ext.archive.test_files import archives_of
-from tests.support.archives import CALLS, Rank
+from tests.support.archives import CALLS, Rank, export_trial
 from tests.support.errors import fails_with
+from tests.support.sessions import unwritable
 
 BOUNDARIES = ("writing", "intended", "unnamed", "named", "before the transaction")
 BOUNDARIES += ("after the transaction",)
@@ -31,14 +37,16 @@ BOUNDARIES += ("after the transaction",)
 
 @pytest.fixture
 async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
-    rank = await Rank(tmp_path).start()
+    rank = await Rank(tmp_path / "u" / "e" / "t").start()
     yield rank
     await rank.stop()
 
 
 def archived(rank: Rank) -> list[str]:
-    lines = archives_of(rank.folder / "archive").all()
-    return [read_record(line).session["id"] for line in lines]
+    """The sessions in the files, which are as large as the rank knows."""
+    folder = rank.folder / "archive"
+    assert rank.archive.bytes == sum((folder / name).stat().st_size for name in rank.files)
+    return [read_record(line).session["id"] for line in archives_of(folder).all()]
 
 
 async def content(rank: Rank, id: str) -> str:
@@ -67,17 +75,21 @@ async def test_what_ended_is_moved_whole(rank: Rank) -> None:
     assert row is not None and (row.state, row.final_reward) == (SessionState.ABORTED, 2.0)
 
 
-async def test_what_a_resume_needs_stays(rank: Rank) -> None:
+async def test_what_a_resume_needs_stays_and_what_ended_lately(rank: Rank) -> None:
     await rank.add("old", SessionState.TRAINED, step=4)
     await rank.add("new", SessionState.TRAINED, step=5)
     await rank.add("stale", SessionState.REJECTED, step=5)
     await rank.add("unknown", SessionState.TRAINED, owner="trainer")
     await rank.add("dull", SessionState.REJECTED)
-    assert await rank.archive.sweep() == 1
-    assert archived(rank) == ["dull"]
+    # No resume asks for what was exported: whoever did it trains elsewhere.
+    await rank.add("exported", SessionState.TRAINED, owner=EXPORT_OWNER)
+    for seconds, moved in ((60, 0), (5, 2)):
+        rank.archive.keep_seconds = seconds
+        assert await rank.archive.sweep() == moved
+    assert archived(rank) == ["dull", "exported"]
     rank.oldest_step = 4
     assert await rank.archive.sweep() == 1
-    assert archived(rank) == ["old", "dull"]
+    assert archived(rank) == ["old", "dull", "exported"]
     leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
     replayed = await leases.replay(["new", "stale"], "again")
     assert [(t.session_id, len(t.interactions)) for t in replayed] == [("new", 3), ("stale", 3)]
@@ -88,37 +100,21 @@ async def test_what_a_resume_needs_stays(rank: Rank) -> None:
         await leases.replay(["old"], "again")
 
 
-async def test_what_was_exported_is_moved(rank: Rank) -> None:
-    """No resume asks for it: whoever exported it trains elsewhere, without steps of ours."""
-    await rank.add("exported", SessionState.TRAINED, owner=EXPORT_OWNER)
-    assert await rank.archive.sweep() == 1
-
-
-async def test_nothing_is_moved_before_its_time(rank: Rank) -> None:
-    await rank.add("a")
-    rank.archive._keep = 60
-    assert await rank.archive.sweep() == 0
-    rank.archive._keep = 5
-    assert await rank.archive.sweep() == 1
-
-
 async def test_batches_are_bounded(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     for k in range(7):
         await rank.add(f"s{k}")
-    monkeypatch.setattr(sweep, "_BATCH", 3)
+    monkeypatch.setattr(sweep, "BATCH", 3)
     assert [await rank.archive.sweep() for _ in range(4)] == [3, 3, 1, 0]
     ends = [name.rpartition("-")[0] for name in rank.files]
     assert ends == ["rank-0-1-3", "rank-0-4-6", "rank-0-7-7"]
     for k in range(7, 10):
         await rank.add(f"s{k}")
-    monkeypatch.setattr(sweep, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(sweep, "BATCH_BYTES", 1)
     assert [await rank.archive.sweep() for _ in range(4)] == [1, 1, 1, 0]
     assert rank.archive.sessions == len(archived(rank)) == 10
-    sizes = [path.stat().st_size for path in (rank.folder / "archive").iterdir()]
-    assert rank.archive.bytes == sum(sizes)
     await rank.stop()
     again = await rank.start()
-    assert (again.archive.sessions, again.archive.bytes) == (10, sum(sizes))
+    assert again.archive.sessions == len(archived(again)) == 10
 
 
 async def test_a_replay_waits_for_the_sweep_and_is_refused(
@@ -155,55 +151,48 @@ async def test_one_that_is_trained_on_again_is_left_alone(
     await rank.add("a", SessionState.TRAINED, step=4)
     await rank.add("b")
     leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
-    found = rank.archive._batch
+    ended = rank.journal.ended
 
-    async def late() -> Any:
-        batch = await found()
+    async def late(**fields: Any) -> Any:
+        batch = await ended(**fields)
         await leases.replay(["a"], "again")
         return batch
 
-    monkeypatch.setattr(rank.archive, "_batch", late)
+    monkeypatch.setattr(rank.journal, "ended", late)
     assert await rank.archive.sweep() == 1
     assert archived(rank) == ["b"]
     assert await content(rank, "a") == "stored"
 
 
+def no_room(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 async def test_a_failed_write_is_made_up_for(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     for id in ("a", "b"):
         await rank.add(id)
-    commit = rank.journal.commit
-
-    async def failing(*statements: Any) -> None:
-        if any(isinstance(s, ArchiveContent) for s in statements):
-            raise StoreUnavailable("no space left")
-        await commit(*statements)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(rank.journal, "commit", failing)
-        with pytest.raises(StoreUnavailable):
-            await rank.archive.sweep()
+    with unwritable(rank.journal, ArchiveContent), pytest.raises(StoreUnavailable):
+        await rank.archive.sweep()
     assert rank.archive.sessions == rank.archive.bytes == 0
     assert await content(rank, "a") == "stored"
     await rank.add("c")
     assert await rank.archive.sweep() == 3
     assert archived(rank) == ["a", "b", "c"]
     assert len(rank.files) == 1 and rank.files[0].startswith("rank-0-1-3-")
-
-
-async def test_a_full_disk_leaves_all_in_the_journal(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await rank.add("a")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ArchiveWriter, "add", full)
-        with fails_with(OSError, "No space"):
-            await rank.archive.sweep()
-    assert rank.files == []
+    # On a full disk all stays in the journal, and nothing is kept of a deletion.
+    before = rank.files
+    await rank.add("d")
+    for target, name, deed in (
+        (ArchiveWriter, "add", rank.archive.sweep()),
+        (atomic_files, "fsync", rank.archive.remove("a")),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, no_room)
+            with fails_with(OSError, "No space"):
+                await deed
+        assert rank.files == before
     assert await rank.archive.sweep() == 1
+    assert archived(rank) == [*"abcd"]
 
 
 async def test_one_that_cannot_be_written_holds_up_no_other(
@@ -219,29 +208,10 @@ async def test_one_that_cannot_be_written_holds_up_no_other(
         return unpack(data)
 
     monkeypatch.setattr(sqlite, "unpack_interaction", of_a_later_format)
-    monkeypatch.setattr(sweep, "_BATCH", 1)
+    monkeypatch.setattr(sweep, "BATCH", 1)
     while await rank.archive.sweep() or archived(rank) != ["b", "c"]:
         pass
     assert await rank.archive.sweep() == 0
-
-
-async def test_a_full_disk_keeps_nothing_of_a_deletion(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for id in ("a", "b"):
-        await rank.add(id)
-    await rank.archive.sweep()
-    before = rank.files
-
-    def full(_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(atomic_files, "fsync", full)
-        with fails_with(OSError, "No space"):
-            await rank.archive.remove("a")
-    assert rank.files == before
-    assert archived(rank) == ["a", "b"]
 
 
 async def test_looks_are_rare_and_come_again_soon_after_a_failure(
@@ -249,19 +219,18 @@ async def test_looks_are_rare_and_come_again_soon_after_a_failure(
 ) -> None:
     """Each may make a file: a day's content is not to be in thousands."""
     waits: list[float] = []
-    outcomes = iter([None, None, OSError(28, "No space left on device"), None])
+    outcomes = iter([None, None, OSError(28, "full"), None, asyncio.CancelledError()])
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
     async def sweep_all() -> None:
-        outcome = next(outcomes, asyncio.CancelledError())
-        if outcome is not None:
+        if outcome := next(outcomes):
             raise outcome
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(rank.archive, "_sweep_all", sweep_all)
-    rank.archive._keep = 24 * 3600.0
+    monkeypatch.setattr(rank.archive, "sweep_all", sweep_all)
+    rank.archive.keep_seconds = 24 * 3600.0
     with pytest.raises(asyncio.CancelledError):
         await rank.archive.run()
     assert waits == [30.0, 900.0, 900.0, 30.0, 900.0]
@@ -276,13 +245,11 @@ async def test_an_archived_session_is_deleted_for_good(rank: Rank) -> None:
     await rank.journal.commit(EraseContent(("b",)))
     assert archived(rank) == ["a", "c"]
     assert await content(rank, "b") == "deleted"
-    (file,) = (rank.folder / "archive").iterdir()
-    assert rank.archive.bytes == file.stat().st_size < before
+    assert rank.archive.bytes < before
     # As after a crash before the journal knew of it.
-    left = rank.archive.bytes
     await rank.archive.remove("b")
     await rank.archive.remove("none")
-    assert rank.archive.bytes == left
+    assert archived(rank) == ["a", "c"]
 
 
 async def test_a_deletion_beside_a_sweep_counts_both(
@@ -306,9 +273,7 @@ async def test_a_deletion_beside_a_sweep_counts_both(
     assert await rank.archive.sweep() == 1
     swept.set()
     await removal
-    files = list((rank.folder / "archive").iterdir())
-    assert len(files) == 2
-    assert rank.archive.bytes == sum(file.stat().st_size for file in files)
+    assert (len(rank.files), archived(rank)) == (2, ["a", "c"])
 
 
 @pytest.mark.parametrize("where", BOUNDARIES)
@@ -335,30 +300,107 @@ async def test_killed_at_each_boundary(tmp_path: Path, where: str) -> None:
     assert rank.archive.sessions == 6
     for line in archives_of(tmp_path / "archive").all():
         assert len(read_record(line).interactions) == CALLS
-    names = [name for name in rank.files if not name.startswith(".")]
-    assert names == rank.files
-    assert len(names) == (2 if where == "after the transaction" else 1)
-    assert rank.archive.bytes == sum(
-        path.stat().st_size for path in (tmp_path / "archive").iterdir()
-    )
+    assert not [name for name in rank.files if name.startswith(".")]
+    assert len(rank.files) == (2 if where == "after the transaction" else 1)
     await rank.stop()
 
 
-async def test_the_journal_does_not_grow_for_ever(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep, "_PAUSE", 0.0)
+async def test_the_journal_does_not_grow_for_ever(rank: Rank) -> None:
     sizes = []
     for turn in range(8):
         for k in range(20):
             await rank.add(f"s{turn}-{k}", text="x" * 20_000)
-        await rank.archive._sweep_all()
+        await rank.archive.sweep_all()
         sizes.append(rank.journal.size())
     # What one turn needed, the next one uses again; rows without content are small.
     assert sizes[-1] < 2 * sizes[0]
     assert rank.archive.sessions == 160
-    monkeypatch.setattr(sweep, "_FREE", 0)
-    await rank.archive._sweep_all()
+    while await rank.journal.trim():
+        pass
     await rank.stop()
     assert rank.journal.size() < sizes[0] / 4
     await rank.start()
+
+
+# -- the limit of the archives ---------------------------------------------------------------------
+
+
+@pytest.fixture
+async def full(rank: Rank) -> Rank:
+    """Three archives of two sessions each, and a session that a resume needs."""
+    for two in ("ab", "cd", "ef"):
+        for id in two:
+            await rank.add(id)
+        assert await rank.archive.sweep() == 2
+    await rank.add("needed", SessionState.TRAINED, step=7)
+    return rank
+
+
+def keep(full: Rank, last: int) -> None:
+    """Let the last of the present files be as much as is kept."""
+    files = [full.folder / "archive" / name for name in full.files]
+    limit = sum(file.stat().st_size for file in files[len(files) - last :])
+    full.archive.limit = lambda: limit
+
+
+async def contents(full: Rank) -> list[str]:
+    return [await content(full, id) for id in (*"abcdef", "needed")]
+
+
+async def test_the_oldest_archives_go(full: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(full, 2)
+    await full.archive.remove_oldest()
+    await full.archive.remove_oldest()
+    assert archived(full) == [*"cdef"]
+    assert await contents(full) == ["deleted"] * 2 + ["archived"] * 4 + ["stored"]
+    assert full.archive.removed == 2
+    row = await full.journal.session("a")
+    assert row is not None and (row.state, row.final_reward) == (SessionState.ABORTED, 2.0)
+    # What the journal has is not touched by a limit of nothing.
+    keep(full, 0)
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        # As a kill before the file is removed, it is made up for.
+        patched.setattr(sweep, "remove_file", no_room)
+        await full.archive.remove_oldest()
+    assert len(full.files) == 2
+    await full.archive.remove_oldest()
+    assert full.files == []
+    assert await contents(full) == ["deleted"] * 6 + ["stored"]
+    assert len(await full.journal.interactions("needed")) == 3
+
+
+async def test_an_export_goes_on_while_a_file_that_it_will_read_goes(
+    full: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of files is as old as the export."""
+    folder = full.folder / "archive"
+    listed = list_archives(folder, 0)
+    monkeypatch.setattr(reader, "list_archives", lambda *_: listed)
+    keep(full, 1)
+    await full.archive.remove_oldest()
+    found = export_trial(full.folder.parents[2])
+    assert (found.code, found.ids) == (0, ["e", "f", "needed"]), found.said
+
+
+async def test_an_archive_of_a_lost_journal_takes_no_session_of_its_name_with_it(
+    full: Rank,
+) -> None:
+    """Derived ids (`rollout.deterministic`) come again in the next journal."""
+    await full.stop()
+    (full.folder / "journal" / "rank-0.sqlite").unlink()
+    again = await full.start()
+    for id in "ab":
+        await again.add(id, SessionState.TRAINED, step=7)
+    keep(again, 0)
+    await again.archive.remove_oldest()
+    assert again.files == []
+    assert [len(await again.journal.interactions(id)) for id in "ab"] == [3, 3]
+
+
+def test_without_a_setting_the_archives_may_fill_a_quarter_of_their_disk(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.archive.mkdir()
+    total = shutil.disk_usage(tmp_path).total
+    assert archive_limit(load_config(None, [], {}), run) == total / 4
+    set_to = load_config(None, ["sessions.archive_bytes=5"], {})
+    assert archive_limit(set_to, run) == 5

@@ -25,7 +25,6 @@ from proxy_ext.archive.files import (
 )
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.journal.base import RewardRow
-from tests.support.errors import fails_with
 from tests.support.journal import make_interaction, make_row
 
 ODD = {"text": "lone \ud800, é, \u2028", "big": 2**80, "deep": [[[None]]]}
@@ -83,13 +82,11 @@ def test_a_record_is_what_was_recorded() -> None:
             assert mine == other, field.name
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{}", "[]", "3", "null", "{", '{"number":1,"session":{"id":"x"},"rewards":[]}', "[" * 99999],
-)
-def test_what_is_no_record_is_said_to_be_none(text: str) -> None:
-    with pytest.raises(ValueError):
-        read_record(text.encode())
+def test_what_is_no_record_is_said_to_be_none() -> None:
+    odd = '{"number":1,"session":{"id":"x"},"rewards":[]}'
+    for text in ("{}", "[]", "3", "null", "{", odd, "[" * 99999):
+        with pytest.raises(ValueError):
+            read_record(text.encode())
 
 
 def test_any_tool_can_read_a_file(tmp_path: Path) -> None:
@@ -115,19 +112,6 @@ def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [other.partial]
     left.abandon()
     other.abandon()
-
-
-def test_nothing_is_left_of_a_file_without_room(tmp_path: Path) -> None:
-    """Also of what was not even written when it was given up."""
-    with open("/dev/full", "wb") as full:
-        writer = ArchiveWriter(tmp_path, 0, {})
-        writer._file.close()
-        writer._file = full
-        writer.add(1, b"x")
-        with fails_with(OSError, "No space"):
-            full.flush()
-        writer.abandon()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_damage_costs_one_line(tmp_path: Path) -> None:
@@ -196,14 +180,7 @@ def test_a_session_is_taken_out_of_a_file(tmp_path: Path) -> None:
     gone = remove_from(file, {"s2"}, pytest.fail)
     assert path.stat().st_size == before - gone
     assert numbers(list(read_lines(path, pytest.fail))) == [None, 1, 3]
-    for number in (1, 3):
-        remove_from(file, {f"s{number}"}, pytest.fail)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_taking_one_out_keeps_what_is_damaged(tmp_path: Path) -> None:
-    path = write(tmp_path, 1, 2, 3)
-    (file,) = list_archives(tmp_path, 0)
+    # What is damaged is kept.
     data = bytearray(path.read_bytes())
     data[-20] ^= 0x55
     path.write_bytes(data)
@@ -211,3 +188,7 @@ def test_taking_one_out_keeps_what_is_damaged(tmp_path: Path) -> None:
     assert remove_from(file, {"s1"}, reports.append) > 0
     assert len(reports) == 1
     assert path.read_bytes().endswith(bytes(data[-40:]))
+    other = write(tmp_path, 8, 9)
+    for number in (8, 9):
+        remove_from(list_archives(tmp_path, 0)[-1], {f"s{number}"}, pytest.fail)
+    assert not other.exists()

@@ -1,39 +1,45 @@
-"""`any-agent export`: each session once, in order, from journals and archives, whole or said so."""
+"""`any-agent export`: each session once, in order, whole or said so; files are replaced whole."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import resource
 import sqlite3
+import stat
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from any_agent.cli.export import _STATES
 from any_agent.config import load_config
-from any_agent.protocol import rl as protocol
+from any_agent.errors import ConfigError
 from any_agent.types import SessionState
 from proxy_ext.archive.files import ArchiveFolder, ArchiveWriter, read_lines
 from proxy_ext.archive.records import read_record
 from proxy_ext.export import reader as reading
+from proxy_ext.export.__main__ import main
+from proxy_ext.export.output import output
 from proxy_ext.journal import EraseContent
-from proxy_ext.journal import reader as journal_reader
 from proxy_ext.journal.reader import ExportFilter
-from tests.support.archives import CALLS, Exported, Rank, archive_now
+from tests.support.archives import CALLS, Exported, Rank, archive_now, export_trial, settings_of
+from tests.support.errors import fails_with
 from tests.support.proxy import HELLO
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import played
 
 TRIAL = Path("u") / "e" / "t"
 PAGE = 16_384
 
 
 def export(root: Path, *arguments: str, open_files: int | None = None) -> Exported:
-    settings = [f"root={root}", "user=u", "experiment=e", "trial=t"]
-    return Exported(load_config(None, settings, {}), *arguments, open_files=open_files)
+    """Run the program as a process."""
+    config = load_config(None, settings_of(root), {})
+    return Exported(config, *arguments, open_files=open_files)
 
 
 async def fill(rank: Rank) -> None:
@@ -63,106 +69,90 @@ async def test_each_session_is_exported_once(rank: Rank, tmp_path: Path, serving
     if not serving:
         await rank.start()
         assert (await rank.sessions.by_id("e")).state is SessionState.OPEN
+    # Not what is deleted.
+    await rank.archive.remove("a")
+    await rank.journal.commit(EraseContent(("a", "b")))
+    assert export_trial(tmp_path).ids == list("cde")
 
 
-@pytest.mark.service
-async def test_filters_choose_sessions_and_wrong_ones_are_refused(
-    rank: Rank, tmp_path: Path
-) -> None:
+async def test_filters_choose_sessions_of_all_ranks(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
-    assert export(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
-    assert export(tmp_path, "--task", "none").ids == []
-    assert export(tmp_path, "--rank", "0", "--since", "1970-01-01").ids == list("abcde")
-    assert export(tmp_path, "--since", "12h").ids == []
-    for wrong in (
+    other = await Rank(tmp_path / TRIAL, number=1).start()
+    await other.add("x")
+    await other.archive.sweep()
+    await other.stop()
+    for options, ids in (
+        (["--state", "trained", "--state", "evaluated"], "bcd"),
+        (["--task", "none"], ""),
+        (["--rank", "0", "--since", "1970-01-01"], "abcde"),
+        (["--since", "12h"], ""),
+        (["--rank", "1"], "x"),
+        ([], "abcdex"),
+    ):
+        assert sorted(export_trial(tmp_path, *options).ids) == list(ids), options
+    for state in SessionState:
+        assert export_trial(tmp_path, "--state", state).code == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
         ["--rank", "1"],
         ["--since", "soon"],
         ["--style", "odd"],
         ["--discount", "2", "--style", "concat"],
         ["--state", "done"],
-        ["trial=other"],
-    ):
-        done = export(tmp_path, *wrong)
-        assert (done.code, done.lines) == (2, []), wrong
-        assert "error:" in done.said and "Traceback" not in done.said
+        ["--format", "parquet", "--out", "-"],
+        ["--format", "hf", "--out", "-"],
+        ["--format", "preferences", "--style", "messages"],
+        ["--best", "2"],
+        ["--format", "preferences", "--min-reward", "1"],
+        ["--format", "sft", "--margin", "1"],
+        ["--format", "csv"],
+    ],
+    ids=" ".join,
+)
+async def test_wrong_options_are_refused(rank: Rank, tmp_path: Path, wrong: list[str]) -> None:
+    await rank.add("a")
+    done = export_trial(tmp_path, *wrong)
+    assert (done.code, done.lines) == (2, []) and "error: " in done.said
 
 
-@pytest.mark.service
 async def test_settings_that_cannot_be_read_are_not_needed(rank: Rank, tmp_path: Path) -> None:
     await rank.add("a")
     (tmp_path / TRIAL / "config.yaml").write_text("a setting of another version: 1\n")
-    assert export(tmp_path).code == 2
+    assert export_trial(tmp_path).code == 2
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / TRIAL).parent.mkdir(parents=True)
     (elsewhere / TRIAL).symlink_to(rank.folder / "journal")
-    done = export(tmp_path, f"server.journal_dir={elsewhere}", "--discount", "1")
+    done = export_trial(tmp_path, f"server.journal_dir={elsewhere}", "--discount", "1")
     assert (done.code, done.ids) == (0, ["a"]), done.said
 
 
-async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
-    with closing(sqlite3.connect(rank.folder / "journal" / "rank-0.sqlite")) as connection:
-        values = {"number": 1, "last": 9, "states": '["open"]', "task_id": "t", "since": 1.0}
-        values["session_id"] = "a"
-        sql = f"EXPLAIN QUERY PLAN {journal_reader._NEXT}"
-        plan = [row[3] for row in connection.execute(sql, values)]
-        assert [step.partition("(")[0] for step in plan if "sessions" in step] == [
-            "SEARCH sessions USING INTEGER PRIMARY KEY "
-        ]
-        assert not [step for step in plan if "TEMP B-TREE" in step]
-
-
-@pytest.mark.service
-async def test_ranks_are_merged(rank: Rank, tmp_path: Path) -> None:
-    await rank.add("a")
-    other = await Rank(tmp_path / TRIAL, number=1).start()
-    await other.add("b")
-    await other.archive.sweep()
-    await rank.add("c")
-    await other.stop()
-    done = export(tmp_path)
-    assert sorted(done.ids) == list("abc")
-    assert export(tmp_path, "--rank", "1").ids == ["b"]
-
-
-@pytest.mark.service
-async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
-    await fill(rank)
-    await rank.stop()
-    for path in (tmp_path / TRIAL / "journal").iterdir():
-        path.unlink()
-    assert export(tmp_path).ids == ["a", "c"]
-    assert export(tmp_path, "--state", "aborted").ids == ["a"]
-    await rank.start()
-
-
-async def test_a_journal_that_began_anew_is_exported_with_the_archives(
+async def test_archives_alone_can_be_read_and_with_a_journal_that_began_anew(
     rank: Rank, tmp_path: Path
 ) -> None:
-    """The numbers of its sessions are those of others in the archives."""
     await fill(rank)
     await rank.stop()
     for path in (tmp_path / TRIAL / "journal").iterdir():
         path.unlink()
+    assert export_trial(tmp_path).ids == ["a", "c"]
+    assert export_trial(tmp_path, "--state", "aborted").ids == ["a"]
+    # The numbers of its sessions are those of others in the archives.
     await rank.start()
     for id in ("x", "y"):
         await rank.add(id)
         await rank.archive.sweep()
     await rank.add("z")
-    done = export(tmp_path)
+    done = export_trial(tmp_path)
     assert (done.code, done.ids) == (0, ["a", "c", "x", "y", "z"]), done.said
 
 
-async def test_what_is_deleted_is_not_there(rank: Rank, tmp_path: Path) -> None:
-    await fill(rank)
-    for id in ("a", "b"):
-        if id == "a":
-            await rank.archive.remove(id)
-        await rank.journal.commit(EraseContent((id,)))
-    assert export(tmp_path).ids == list("cde")
+def of_trial(tmp_path: Path) -> Path:
+    return tmp_path / TRIAL / "journal" / "rank-0.sqlite"
 
 
-@pytest.mark.service
-async def test_damage_is_reported_and_passed_over(rank: Rank, tmp_path: Path) -> None:
+async def test_damage_in_an_archive_is_reported_and_passed_over(rank: Rank, tmp_path: Path) -> None:
     for id in ("a", "b", "c"):
         await rank.add(id)
     await rank.archive.sweep()
@@ -171,61 +161,49 @@ async def test_damage_is_reported_and_passed_over(rank: Rank, tmp_path: Path) ->
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x55
     path.write_bytes(data)
-    done = export(tmp_path)
+    done = export_trial(tmp_path)
     assert (done.code, done.ids) == (1, ["a", "c", "d"])
-    assert "damaged at byte" in done.said and "session b is in no archive" in done.said
+    assert "damaged at byte" in done.said and "session b" in done.said
     path.unlink()
-    done = export(tmp_path)
+    done = export_trial(tmp_path)
     assert (done.code, done.ids) == (1, ["d"])
 
 
-async def test_damage_in_the_journal_costs_one_session(rank: Rank, tmp_path: Path) -> None:
-
-    for id in ("a", "b"):
-        await rank.add(id)
-    await rank.stop()
-    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
-    change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'a'")
-    done = export(tmp_path)
-    assert (done.code, done.ids) == (1, ["b"])
-    assert "session a" in done.said
-    change(path, "PRAGMA user_version = 1")
-    done = export(tmp_path)
-    assert (done.code, done.lines) == (1, [])
-    assert "start the service once" in done.said
-    for other in path.parent.iterdir():
-        other.unlink()
-    path.write_bytes(b"no journal" * 1000)
-    done = export(tmp_path)
-    assert done.code == 1 and "cannot be read" in done.said
-    path.unlink()
-    await rank.start()
-
-
-async def test_what_is_missing_from_the_journal_costs_one_session(
+async def test_damage_in_the_journal_costs_the_sessions_that_it_hit(
     rank: Rank, tmp_path: Path
 ) -> None:
-    for id in ("a", "b", "c", "d"):
+    for id in ("a", "b", "c", "d", "e"):
         await rank.add(id, text=id * 12_000)
     await rank.stop()
-    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    path = of_trial(tmp_path)
     change(path, f"UPDATE sessions SET recorded = {CALLS}")
     change(path, "DELETE FROM interactions WHERE id = 'a-1'")
+    change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'e'")
     content = bytearray(path.read_bytes())
     page = content.index(b"c" * 12_000) // PAGE * PAGE
     content[page : page + PAGE] = bytes(PAGE)
     path.write_bytes(content)
-    done = export(tmp_path)
+    done = export_trial(tmp_path)
     assert (done.code, done.ids) == (1, ["b", "d"]), done.said
-    assert "2 of 3 interactions" in done.said
-    assert "database disk image is malformed" in done.said
+    assert all(f"session {id}" in done.said for id in "ace")
+    await rank.start()
+    await rank.stop()
+    change(path, "PRAGMA user_version = 1")
+    done = export_trial(tmp_path)
+    assert (done.code, done.lines) == (1, []) and "start the service once" in done.said
+    for other in path.parent.glob("rank-0*"):
+        other.unlink()
+    path.write_bytes(b"no journal" * 1000)
+    done = export_trial(tmp_path)
+    assert (done.code, done.lines) == (1, [])
+    path.unlink()
     await rank.start()
 
 
 async def test_what_is_archived_outlives_its_row(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
     await rank.stop()
-    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    path = of_trial(tmp_path)
     with closing(sqlite3.connect(path)) as connection:
         sql = "SELECT rootpage FROM sqlite_master WHERE name = 'sessions'"
         (page,) = connection.execute(sql).fetchone()
@@ -236,7 +214,7 @@ async def test_what_is_archived_outlives_its_row(rank: Rank, tmp_path: Path) -> 
     rows = [(await rank.sessions.by_id(id)).row for id in "abcde"]
     assert {row.reason for row in rows} == {"damaged"}
     assert [row.id for row in rows if row.content == "archived"] == ["a", "c"]
-    done = export(tmp_path)
+    done = export_trial(tmp_path)
     assert (done.code, done.ids) == (0, ["a", "c"])
 
 
@@ -267,21 +245,6 @@ def change(path: Path, sql: str) -> None:
         connection.execute(sql)
 
 
-@pytest.mark.service
-async def test_a_file_is_there_when_it_is_whole(rank: Rank, tmp_path: Path) -> None:
-    await fill(rank)
-    out = tmp_path / "out.jsonl"
-    done = export(tmp_path, "--out", str(out))
-    assert (done.code, done.lines) == (0, [])
-    assert len(out.read_text().splitlines()) == 5
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    # What is no file is written to, and stays what it is.
-    out = tmp_path / "link"
-    out.symlink_to("/dev/stdout")
-    assert export(tmp_path, "--out", str(out)).ids == list("abcde")
-    assert out.is_symlink()
-
-
 async def test_more_files_at_once_than_a_process_may_usually_open(
     rank: Rank, tmp_path: Path
 ) -> None:
@@ -305,37 +268,28 @@ async def test_more_files_at_once_than_a_process_may_usually_open(
 async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
     for k in range(40):
         await rank.add(f"s{k}")
-    leave(tmp_path)
-
-
-def leave(tmp_path: Path) -> None:
-    settings = f"root={tmp_path} user=u experiment=e trial=t"
-    command = f"{sys.executable} -m any_agent.cli export {settings} | head -c 10"
-    script = f"{command}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60)
+    command = f"{sys.executable} -m any_agent.cli export {' '.join(settings_of(tmp_path))}"
+    script = f"{command} | head -c 10; exit ${{PIPESTATUS[0]}}"
+    done = await asyncio.to_thread(subprocess.run, ["bash", "-c", script], capture_output=True)
     assert done.returncode == 141, done.stderr
     assert b"Traceback" not in done.stderr and b"Error" not in done.stderr
 
 
-@pytest.mark.parametrize("style", ["individual", "concat", "messages"])
-@pytest.mark.service
-async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, style: str) -> None:
-    proxy = await start("user=u", "experiment=e", "trial=t")
+async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path) -> None:
+    proxy = await start(*settings_of(tmp_path))
     keys = [(await proxy.open(mode="eval", task_id=str(k)))["api_key"] for k in range(3)]
     for key in keys:
         await proxy.complete(key)
     await proxy.post("/rl/v1/set_reward", {"reward": 0}, keys[1])
     await proxy.post("/rl/v1/finalize", {"final_reward": 0}, keys[2])
-    field = "reward" if style == "messages" else "rewards"
-    found = {line["task_id"]: line[field] for line in export(tmp_path, "--style", style).lines}
-    assert found == {"0": None, "1": 0.0, "2": 0.0}
+    for style in ("individual", "concat", "messages"):
+        field = "reward" if style == "messages" else "rewards"
+        lines = export_trial(tmp_path, "--style", style).lines
+        assert {line["task_id"]: line[field] for line in lines} == {"0": None, "1": 0.0, "2": 0.0}
 
 
-@pytest.mark.service
 async def test_each_style_exports_the_same_tokens(start: Start, tmp_path: Path) -> None:
-    options = ("user=u", "experiment=e", "trial=t")
-    proxy = await start(*options)
-    await proxy.admit(9)
+    proxy = await start(*settings_of(tmp_path), admit=9)
     session = await proxy.open(mode="eval", task_id="t")
     key = session["api_key"]
     first = await proxy.complete(key)
@@ -346,43 +300,35 @@ async def test_each_style_exports_the_same_tokens(start: Start, tmp_path: Path) 
     for archived in (False, True):
         if archived:
             assert await archive_now(proxy) == 1
-        one, two = export(tmp_path, "--style", "individual", "--discount", "0.5").lines
+        one, two = export_trial(tmp_path, "--style", "individual", "--discount", "0.5").lines
         assert (one["interaction_id"], two["interaction_id"]) == (first["id"], second["id"])
         assert (one["rewards"], two["rewards"]) == (2.0, 2.0)
         assert (one["session_id"], one["task_id"]) == (session["session_id"], "t")
         assert sum(one["loss_mask"]) == 8 and one["versions"].count(-1) == one["loss_mask"].count(0)
-        (row,) = export(tmp_path, "--style", "concat").lines
+        (row,) = export_trial(tmp_path, "--style", "concat").lines
         assert row["input_ids"] == two["input_ids"]
         assert sum(row["loss_mask"]) == 16
-        (talk,) = export(tmp_path, "--style", "messages").lines
+        (talk,) = export_trial(tmp_path, "--style", "messages").lines
         assert [m["role"] for m in talk["messages"]] == ["user", "assistant"] * 2
         assert talk["reward"] == 2.0
         # The run's own discount, 1 by default.
-        one, two = export(tmp_path, "--style", "individual").lines
+        one, two = export_trial(tmp_path, "--style", "individual").lines
         assert (one["rewards"], two["rewards"]) == (3.0, 2.0)
     (tmp_path / TRIAL / "config.yaml").write_text("train:\n  discount: 0.25\n")
-    one, _ = export(tmp_path, "--style", "individual").lines
+    one, _ = export_trial(tmp_path, "--style", "individual").lines
     assert one["rewards"] == 1.5
 
 
-@pytest.mark.service
 async def test_a_path_that_is_not_exact_is_left_out(start: Start, tmp_path: Path) -> None:
-    proxy = await start("user=u", "experiment=e", "trial=t")
+    proxy = await start(*settings_of(tmp_path))
     session = await proxy.open(mode="eval")
     answer = await proxy.complete(session["api_key"])
     # Nothing follows the recorded answer: rendered anew, which is no part of a single row.
     await proxy.complete(session["api_key"], [*HELLO, answer["choices"][0]["message"]])
-    other = await proxy.open(mode="eval")
-    await proxy.complete(other["api_key"])
-    done = export(tmp_path, "--style", "concat")
-    assert [line["session_id"] for line in done.lines] == [other["session_id"]]
-    assert done.code == 1
-    assert f"session {session['session_id']} is left out" in done.said
-    assert "individual" in done.said
-
-
-def test_the_states_are_all_there_are() -> None:
-    assert set(_STATES) == set(SessionState) == set(get_args(protocol.State))
+    other = await played(proxy, mode="eval")
+    done = export_trial(tmp_path, "--style", "concat")
+    assert (done.code, done.ids) == (1, [other["session_id"]])
+    assert f"session {session['session_id']}" in done.said and "individual" in done.said
 
 
 def test_an_export_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -400,8 +346,6 @@ def test_a_trial_that_does_not_exist_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The error lists those that there are."""
-    from proxy_ext.export.__main__ import main
-
     (tmp_path / "u" / "arithmetic" / "first").mkdir(parents=True)
     (tmp_path / "u" / "arithmetic" / "first" / "format").write_text("2\n")
     where = [f"root={tmp_path}", "user=u", "experiment=arithmetic"]
@@ -409,3 +353,103 @@ def test_a_trial_that_does_not_exist_is_refused(
     assert "arithmetic/first (user u)" in capsys.readouterr().err
     assert main([*where, "trial=first"]) == 2
     assert "no sessions" in capsys.readouterr().err
+
+
+LINES = [b"one\n", b"two\n"]
+
+
+def write(name: object) -> None:
+    with output(str(name)) as out:
+        for line in LINES:
+            out.write(line)
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("before")
+    path.chmod(0o600)
+    before = path.stat()
+    with pytest.raises(ZeroDivisionError), output(str(path)) as out:
+        out.write(LINES[0])
+        raise ZeroDivisionError
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["out"]
+    write(path)
+    assert path.read_bytes() == b"".join(LINES) and os.listdir(tmp_path) == ["out"]
+    assert path.stat().st_ino != before.st_ino and path.stat().st_mode == before.st_mode
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_link_leads_to_is_written(tmp_path: Path, there: bool) -> None:
+    target, link = tmp_path / "there" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    if there:
+        target.write_text("before")
+    link.symlink_to("there/target")
+    write(link)
+    assert link.is_symlink() and target.read_bytes() == b"".join(LINES)
+    assert os.listdir(target.parent) == ["target"]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_pipe_is_written_to_until_its_reader_leaves(tmp_path: Path, linked: bool) -> None:
+    pipe = name = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if linked:
+        name = tmp_path / "link"
+        name.symlink_to(pipe)
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write(name)
+    reader.join(30)
+    assert got == [b"".join(LINES)]
+    left = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(BrokenPipeError), output(str(name)) as out:
+        os.close(left)
+        out.write(bytes(1 << 20))
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and name.is_symlink() == linked
+
+
+def test_a_file_that_is_open_and_deleted(tmp_path: Path) -> None:
+    with open(tmp_path / "gone", "wb+") as file:
+        (tmp_path / "gone").unlink()
+        write(f"/dev/fd/{file.fileno()}")
+        assert file.read() == b"".join(LINES)
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_of_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    names = ("", "/new/", "/no/out", "/file/out", "/loop")
+    for name in ("", *(f"{tmp_path}{name}" for name in names)):
+        with fails_with(ConfigError, name) as refused:
+            write(name)
+        assert ".partial" not in refused.value.message
+
+
+@pytest.mark.service
+async def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
+    """As on a full disk, but for the limit on a file's size."""
+    for id in "abc":
+        await rank.add(id, text=id * 50_000)
+    await rank.stop()
+    path = tmp_path / "out"
+    path.write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        done = export(tmp_path, "--out", str(path))
+        command = [sys.executable, "-m", "any_agent.cli", "export", *settings_of(tmp_path)]
+        into = ["sh", "-c", f'exec "$@" >{tmp_path}/standard', "sh", *command]
+        standard = await asyncio.to_thread(subprocess.run, into, stderr=subprocess.PIPE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "File too large"
+    assert done.code == 1
+    assert f"{path}: {said}" in done.said and done.said.count("\n") == 1
+    assert path.read_text() == "before"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert standard.returncode == 1
+    assert standard.stderr.decode().endswith(f": {said}\n")
+    await rank.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,11 @@ class Said(NamedTuple):
         return json.loads(self.out)
 
 
+Prune = Callable[..., Awaitable[Said]]
+
+
 @pytest.fixture
-async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
+async def rank(tmp_path: Path) -> Rank:
     """A stopped trial: two sessions in an archive, five in the journal, one of them open."""
     run = RunDir(tmp_path / "u" / "e" / "t")
     run.create()
@@ -49,61 +52,58 @@ async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
     fresh = SetState(("recent",), SessionState.ABORTED, at=time.time())
     await rank.journal.commit(fresh, PutMeta("run", {"oldest_step": 4}))
     await rank.stop()
-    yield rank
+    return rank
 
 
-async def pruned(rank: Rank, capfd: pytest.CaptureFixture[str], *arguments: str) -> Said:
+@pytest.fixture
+def pruned(rank: Rank, capfd: pytest.CaptureFixture[str]) -> Prune:
     """Run the program in a thread of its own, as it has an event loop of its own."""
 
-    def run() -> int:
-        try:
-            return prune.main([*arguments, *names])
-        except SystemExit as error:
-            return int(error.code or 0)
+    async def run(*arguments: str) -> Said:
+        names = settings_of(rank.folder.parents[2])
+        if "--trial" in arguments:
+            names = [name for name in names if not name.startswith("trial=")]
 
-    names = settings_of(rank.folder.parents[2])
-    if "--trial" in arguments:
-        names = [name for name in names if not name.startswith("trial=")]
-    capfd.readouterr()
-    code = await asyncio.to_thread(run)
-    return Said(code, *capfd.readouterr())
+        def program() -> int:
+            try:
+                return prune.main([*arguments, *names])
+            except SystemExit as error:
+                return int(error.code or 0)
+
+        capfd.readouterr()
+        code = await asyncio.to_thread(program)
+        return Said(code, *capfd.readouterr())
+
+    return run
 
 
 def exported(rank: Rank) -> list[str]:
     found = export_trial(rank.folder.parents[2])
     assert found.code == 0, found.said
-    return [line["session"]["id"] for line in found.lines]
+    return found.ids
 
 
-async def test_a_dry_run_says_what_would_go_and_removes_nothing(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_dry_run_says_what_would_go_and_removes_nothing(rank: Rank, pruned: Prune) -> None:
     before = exported(rank)
-    said = await pruned(rank, capfd, *OLD, "--json")
+    said = await pruned(*OLD, "--json")
     assert said.code == 0, said.err
     states = said.json["states"]
-    assert {s: v["sessions"] for s, v in states.items() if v["sessions"]} == {
-        "aborted": 1,
-        "evaluated": 1,
-        "expired": 1,
-        "trained": 1,
-    }
+    settled = {"aborted": 1, "evaluated": 1, "expired": 1, "trained": 1}
+    assert {s: v["sessions"] for s, v in states.items() if v["sessions"]} == settled
     assert states["trained"]["journal_bytes"] > 18_000 > states["expired"]["journal_bytes"] > 0
     files = [rank.folder / "archive" / name for name in rank.files]
     archived = states["aborted"]["archive_bytes"] + states["evaluated"]["archive_bytes"]
     assert 0 < archived <= sum(file.stat().st_size for file in files)
     assert (said.json["needed"], said.json["unsettled"]) == (1, 1)
     assert said.json["freed_bytes"] is None
-    assert "dry run" in (await pruned(rank, capfd, *OLD)).out
+    assert "dry run" in (await pruned(*OLD)).out
     assert exported(rank) == before
 
 
-async def test_what_is_settled_goes_and_the_rest_stays(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_is_settled_goes_and_the_rest_stays(rank: Rank, pruned: Prune) -> None:
     size = rank.folder / "journal" / "rank-0.sqlite"
     before = size.stat().st_size
-    said = await pruned(rank, capfd, *OLD, "--apply", "--json")
+    said = await pruned(*OLD, "--apply", "--json")
     assert said.code == 0, said.err
     assert exported(rank) == ["late", "finalized", "recent"]
     (line,) = (rank.folder / "audit" / "prune.jsonl").read_text().splitlines()
@@ -117,56 +117,50 @@ async def test_what_is_settled_goes_and_the_rest_stays(
         assert row is not None
         assert (row.state, row.content, row.final_reward) == (state, "deleted", 2.0)
     await rank.stop()
-    empty = await pruned(rank, capfd, *OLD, "--apply", "--json")
+    empty = await pruned(*OLD, "--apply", "--json")
     assert sum(state["sessions"] for state in empty.json["states"].values()) == 0
 
 
-async def test_states_choose(rank: Rank, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_states_choose(rank: Rank, pruned: Prune) -> None:
     before = exported(rank)
-    said = await pruned(rank, capfd, *OLD, "--state", "aborted", "--state", "expired", "--apply")
+    said = await pruned(*OLD, "--state", "aborted", "--state", "expired", "--apply")
     assert said.code == 0, said.err
     assert exported(rank) == [id for id in before if id not in ("aborted", "expired")]
-
-
-async def test_before_any_checkpoint_all_trained_sessions_stay(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+    # Before any checkpoint all trained sessions stay.
     await rank.start()
     await rank.journal.commit(PutMeta("run", {"oldest_step": None}))
     await rank.stop()
-    said = await pruned(rank, capfd, *OLD, "--apply", "--json")
+    said = await pruned(*OLD, "--apply", "--json")
     assert (said.code, said.json["needed"]) == (0, 2)
     assert {"early", "late"} <= set(exported(rank))
 
 
 async def test_a_kill_before_a_file_changes_is_made_up_for(
-    rank: Rank, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, pruned: Prune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object) -> int:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(prune, "remove_from", killed)
-        assert (await pruned(rank, capfd, *OLD, "--apply")).code == 130
+        assert (await pruned(*OLD, "--apply")).code == 130
     assert len(rank.files) == 1
     assert "evaluated" not in exported(rank)
-    assert (await pruned(rank, capfd, *OLD, "--apply")).code == 0
+    assert (await pruned(*OLD, "--apply")).code == 0
     assert rank.files == []
 
 
-async def test_archives_without_their_journal_are_pruned(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_archives_without_their_journal_are_pruned(rank: Rank, pruned: Prune) -> None:
     for path in (rank.folder / "journal").iterdir():
         path.unlink()
-    assert (await pruned(rank, capfd, *OLD, "--state", "aborted", "--apply")).code == 0
+    assert (await pruned(*OLD, "--state", "aborted", "--apply")).code == 0
     assert exported(rank) == ["evaluated"]
     assert not (rank.folder / "journal" / "rank-0.sqlite").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+async def test_wrong_input_is_refused_and_changes_nothing(rank: Rank, pruned: Prune) -> None:
+    before = exported(rank)
+    for arguments, named in (
         (("--older-than", "5"), "--older-than"),
         (("--older-than", "-1d"), "--older-than"),
         ((), "--older-than"),
@@ -174,41 +168,19 @@ async def test_archives_without_their_journal_are_pruned(
         ((*OLD, "--state", "finalized"), "not settled"),
         ((*OLD, "--state", "gone"), "trained"),
         ((*OLD, "no.such=1"), "unknown key"),
-    ],
-)
-async def test_wrong_input_is_refused_and_changes_nothing(
-    rank: Rank, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
-    before = exported(rank)
-    told = await pruned(rank, capfd, *arguments, "--apply")
-    assert (told.code, said in told.err) == (2, True), told.err
-    assert exported(rank) == before
-
-
-async def test_an_unknown_trial_is_named_with_those_that_there_are(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
-    told = await pruned(rank, capfd, *OLD, "--trial", "another")
-    assert told.code == 1
-    assert "e/another" in told.err and "e/t (user u)" in told.err
-
-
-async def test_a_trial_that_is_served_is_refused(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+    ):
+        told = await pruned(*arguments, "--apply")
+        assert (told.code, named in told.err) == (2, True), told.err
+    # An unknown trial is named, with those that there are.
+    told = await pruned(*OLD, "--trial", "another")
+    assert told.code == 1 and "e/another" in told.err and "e/t (user u)" in told.err
     with RunDir(rank.folder).lock():
-        said = await pruned(rank, capfd, *OLD, "--apply")
-    assert (said.code, "stop it" in said.err) == (1, True)
-    assert len(rank.files) == 1
-
-
-async def test_a_journal_with_a_log_in_redis_is_refused(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
+        told = await pruned(*OLD, "--apply")
+    assert (told.code, "stop it" in told.err) == (1, True), "it is served"
     RunDir(rank.folder).log_note(0).write_text("{}")
-    said = await pruned(rank, capfd, *OLD, "--apply")
-    assert (said.code, "server.journal" in said.err) == (2, True)
-    assert len(rank.files) == 1
+    told = await pruned(*OLD, "--apply")
+    assert (told.code, "server.journal" in told.err) == (2, True), "its log is in Redis"
+    assert exported(rank) == before
 
 
 async def test_the_command_hands_over_to_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,24 +193,12 @@ async def test_the_command_hands_over_to_it(rank: Rank, monkeypatch: pytest.Monk
 
 
 async def test_journals_in_another_folder_are_found(
-    rank: Rank, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    rank: Rank, pruned: Prune, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "disk"
     (elsewhere / "u" / "e").mkdir(parents=True)
     (rank.folder / "journal").rename(elsewhere / "u" / "e" / "t")
     run = RunDir(rank.folder)
     run.resolved.write_text(f"experiment: e\ntrial: t\nserver: {{journal_dir: {elsewhere}}}\n")
-    said = await pruned(rank, capfd, *OLD, "--apply", "--json")
+    said = await pruned(*OLD, "--apply", "--json")
     assert said.json["states"]["trained"]["sessions"] == 1, said.err
-
-
-async def test_an_archive_of_a_lost_journal_takes_no_session_of_its_name_with_it(
-    rank: Rank, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (rank.folder / "journal" / "rank-0.sqlite").unlink()
-    await rank.start()
-    await rank.add("aborted", SessionState.FINALIZED)
-    await rank.stop()
-    said = await pruned(rank, capfd, *OLD, "--apply")
-    assert said.code == 0, said.err
-    assert (rank.files, exported(rank)) == ([], ["aborted"])

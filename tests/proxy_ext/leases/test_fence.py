@@ -79,10 +79,10 @@ async def test_a_poll_that_waits_gets_nothing_any_more(proxy: Proxy) -> None:
         assert trajectory.session_id == session["session_id"]
 
 
-@pytest.mark.parametrize("number", ["-1", "x", "1e3", "99999999999999999999"])
-async def test_a_number_that_is_none_is_refused(proxy: Proxy, number: str) -> None:
-    response = await proxy.http.post("/rl/v1/resume", headers={EPOCH_HEADER: number})
-    assert 400 <= response.status_code < 500
+async def test_a_number_that_is_none_is_refused(proxy: Proxy) -> None:
+    for number in ("-1", "x", "1e3", "99999999999999999999"):
+        response = await proxy.http.post("/rl/v1/resume", headers={EPOCH_HEADER: number})
+        assert 400 <= response.status_code < 500, number
     assert proxy.service.fence.epoch == 0
 
 

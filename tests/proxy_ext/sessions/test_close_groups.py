@@ -1,4 +1,4 @@
-"""Groups whose time is over: trained on with those that they have, or rejected as too small."""
+"""Groups that lose members: closed when their time is over, or with places for others."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Any
 
 import pytest
 
-from proxy_ext.sessions.expiry import SessionExpirer
+from proxy_ext.sessions.groups import Group
+from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import abort, awaiting, info
 
 
 async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
-    response = await proxy.http.post("/rl/v1/start_session", json=fields)
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
 
 
-def end_time(proxy: Proxy) -> None:
-    """The time of the only group is over."""
-    (group,) = proxy.service.sessions.groups.all()
+def end_time(proxy: Proxy) -> Group:
+    """The time of the newest group is over."""
+    group = proxy.service.sessions.groups.all()[-1]
     group.deadline = 0.0
+    return group
 
 
 async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(8)
+    proxy = await start(admit=8)
     for _ in range(2):
         await proxy.finished_session(task_id="t", group_size=4)
     still_open = await proxy.open(task_id="t", group_size=4)
@@ -33,19 +34,23 @@ async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> Non
     end_time(proxy)
     trajectories = await proxy.lease(wait=60)
     assert len(trajectories) == 2
-    response = await proxy.call(still_open["api_key"])
-    assert response.status_code == 410
-    assert response.json()["error"]["state"] == "expired"
-    assert "group's time" in response.json()["error"]["message"]
+    late = refusal(await proxy.call(still_open["api_key"]), 410, "session_closed", "")
+    assert late["state"] == "expired"
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"]) == (3, 0)
     # The next generation is not bound to what the last one shrank to.
     await proxy.open(task_id="t", group_size=2)
+    # A named one stays closed, after a restart too.
+    for _ in range(2):
+        await proxy.finished_session(group_id="g", group_size=3)
+    end_time(proxy)
+    assert len(await proxy.lease(wait=60)) == 2
+    again = await start(admit=9)
+    await refused(again, 409, "group_closed", group_id="g", group_size=3)
 
 
 async def test_the_trainer_is_told_which_groups_are_waited_for(start: Start) -> None:
-    proxy = await start("sessions.group_timeout=1000")
-    await proxy.admit(12)
+    proxy = await start("sessions.group_timeout=1000", admit=12)
     assert (await proxy.capacity())["unfilled"] == []
     for size, name in ((4, "g"), (1, "full"), (3, "h")):
         await proxy.finished_session(group_id=name, group_size=size)
@@ -61,116 +66,30 @@ async def test_the_trainer_is_told_which_groups_are_waited_for(start: Start) -> 
     assert [group["group_id"] for group in (await proxy.capacity())["unfilled"]] == ["g"]
 
 
-@pytest.mark.parametrize("awaiting", [False, True])
-async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: bool) -> None:
-    proxy = await start("sessions.min_group_size=3")
-    await proxy.admit(8)
+async def test_a_group_that_is_too_small_is_rejected(start: Start) -> None:
+    proxy = await start("sessions.min_group_size=3", admit=8)
     done = [await proxy.finished_session(group_id="g", group_size=4) for _ in range(2)]
-    last = await proxy.open(group_id="g", group_size=4)
-    if awaiting:
-        await proxy.complete(last["api_key"])
-        await proxy.post("/rl/v1/finalize", {"await_reward": True}, last["api_key"])
-    end_time(proxy)
-    if awaiting:
-        group = proxy.service.sessions.groups.get("g")
-        assert group is not None
-        await until(lambda: group.expired)
-        assert await proxy.lease() == [], "the group waits for its reward"
-        key = last["api_key"]
-        await proxy.post(f"/rl/v1/sessions/{last['session_id']}/abort", {}, key)
+    last = await awaiting(proxy, group_id="g", group_size=4)
+    group = end_time(proxy)
+    await until(lambda: group.expired)
+    assert await proxy.lease() == [], "the group waits for its reward"
+    await abort(proxy, last)
     await until(lambda: not proxy.service.sessions.live)
     assert await proxy.lease() == []
     for session in done:
-        info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-        assert (info["state"], info["reason"]) == ("rejected", "group_too_small")
+        now = await info(proxy, session)
+        assert (now["state"], now["reason"]) == ("rejected", "group_too_small")
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"], now["buffered"]) == (3, 0, 0)
-    shown = (await proxy.http.get("/metrics")).text
-    assert 'any_agent_groups_too_small_total{rank="0"} 1' in shown
+    assert 'any_agent_groups_too_small_total{rank="0"} 1' in (await proxy.http.get("/metrics")).text
     await refused(proxy, 409, "group_closed", group_id="g", group_size=4)
-
-
-async def test_a_group_that_is_too_small_is_rejected_after_a_restart(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its proxy died between the two: what it had must not be trained on now."""
-
-    async def never(*_: Any) -> None: ...
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SessionExpirer, "close_groups", never)
-        proxy = await start()
-        await proxy.admit(8)
-        session = await proxy.finished_session(group_id="g", group_size=2)
-        other = await proxy.open(group_id="g", group_size=2)
-        await proxy.post(f"/rl/v1/sessions/{other['session_id']}/abort", {}, other["api_key"])
-        assert await proxy.lease() == []
-    again = await start()
-    assert await again.lease() == []
-    await until(lambda: not again.service.sessions.live)
-    info = (await again.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert info["reason"] == "group_too_small"
-
-
-async def test_a_group_needs_no_more_than_its_size(start: Start) -> None:
-    proxy = await start("sessions.min_group_size=5")
-    await proxy.admit(8)
-    for k in range(2):
-        await proxy.finished_session(group_id="pair", group_size=2)
-        await proxy.finished_session(group_id=f"alone{k}", group_size=1)
-    await proxy.finished_session()
-    leased = [await proxy.lease() for _ in range(5)]
-    assert sorted(map(len, leased)) == [0, 1, 1, 1, 2]
-
-
-async def test_a_partial_group_stays_closed_after_a_restart(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(4)
-    for _ in range(2):
-        await proxy.finished_session(group_id="g", group_size=3)
-    end_time(proxy)
-    assert len(await proxy.lease(wait=60)) == 2
-    again = await start()
-    await again.admit(4)
-    await refused(again, 409, "group_closed", group_id="g", group_size=3)
-    assert (await again.capacity())["reserved"] == 0
-
-
-async def test_a_group_that_nobody_finished_can_be_joined_after_a_restart(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(4)
-    session = await proxy.open(group_id="g", group_size=2)
-    await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"])
-    assert (await proxy.capacity())["reserved"] == 1
-    again = await start()
-    assert (await again.capacity())["reserved"] == 1
-    await again.open(group_id="g", group_size=2)
-    await refused(again, 409, "group_closed", group_id="g", group_size=2)
-    assert (await again.capacity())["reserved"] == 0
-
-
-async def test_a_group_of_which_an_export_holds_the_last_one_waits(start: Start) -> None:
-    proxy = await start("sessions.min_group_size=3")
-    await proxy.admit(8)
-    done = [await proxy.finished_session(group_id="g", group_size=3) for _ in range(2)]
-    await proxy.export(done[0]["session_id"])
-    last = await proxy.open(group_id="g", group_size=3)
-    await proxy.post(f"/rl/v1/sessions/{last['session_id']}/abort", {}, last["api_key"])
-    groups, sessions = proxy.service.sessions.groups, proxy.service.sessions
-    for _ in range(2):
-        await proxy.service.expiry.close_groups()
-    assert (groups.too_small, len(sessions.live)) == (0, 2)
-    await proxy.service.leases.give_back([done[0]["session_id"]], "export")
-    await proxy.service.expiry.close_groups()
-    assert (groups.too_small, len(sessions.live), len(groups)) == (1, 0, 0)
 
 
 async def test_members_that_open_at_once_all_get_in(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One looks the group's name up in the journal while another one begins the group."""
-    proxy = await start()
-    await proxy.admit(8)
+    proxy = await start(admit=8)
     journal = proxy.service.journal
     looked, go, look = asyncio.Event(), asyncio.Event(), journal.group
 
@@ -187,3 +106,66 @@ async def test_members_that_open_at_once_all_get_in(
     go.set()
     await first
     await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
+
+
+async def slots(proxy: Proxy) -> tuple[int, int, int]:
+    now = await proxy.capacity()
+    return now["admitted"], now["reserved"], now["running"]
+
+
+async def test_another_session_takes_the_place_after_a_restart_too(start: Start) -> None:
+    settings = ("rollout.deterministic=true", "rollout.max_failures=1")
+    proxy = await start(*settings, admit=3)
+    done = await proxy.finished_session(group_id="g", group_size=3)
+    for _ in range(2):
+        opened = await proxy.open(group_id="g", group_size=3)
+        aborted = await abort(proxy, opened, reason="it failed", keep_place=True)
+        assert (aborted["state"], aborted["reason"]) == ("aborted", "it failed")
+    assert await proxy.lease() == [], "the group waits for who takes the place"
+    # Its slots are the group's, though the cap is reached.
+    again = await start(*settings)
+    for each in (proxy, again):
+        assert await slots(each) == (5, 2, 0)
+    await again.admit(5)
+    more = [await again.finished_session(group_id="g", group_size=3) for _ in range(2)]
+    assert await slots(again) == (5, 0, 0)
+    leased = {trajectory.session_id for trajectory in await again.lease()}
+    assert leased == {session["session_id"] for session in (done, *more)}
+    await refused(again, 409, "group_closed", group_id="g", group_size=3)
+    # A session without a group has no place to keep.
+    await again.admit(6)
+    await abort(again, await again.open(), keep_place=True)
+    assert await slots(again) == (6, 0, 0)
+
+
+async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> None:
+    """Those who come join the next one: the earlier one would wait for its time to be over."""
+    proxy = await start(admit=6)
+    task = {"task_id": "t", "group_size": 3}
+    first = await proxy.open(**task)
+    done = [(await proxy.finished_session(**task))["session_id"] for _ in range(2)]
+    assert (await proxy.open(**task))["group_id"] != first["group_id"]
+    await abort(proxy, first, keep_place=True)
+    assert {trajectory.session_id for trajectory in await proxy.lease()} == set(done)
+
+
+async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: Start) -> None:
+    proxy = await start(admit=2)
+    for _ in range(3):
+        await abort(proxy, await proxy.open(group_id="g", group_size=2), keep_place=True)
+    assert await slots(proxy) == (5, 2, 0)
+    end_time(proxy)
+    await until(lambda: not proxy.service.sessions.groups.all())
+    assert await slots(proxy) == (3, 0, 0)
+
+
+async def test_a_place_in_a_group_that_is_over_is_nobodys(start: Start) -> None:
+    proxy = await start(admit=3)
+    for _ in range(2):
+        await proxy.finished_session(group_id="g", group_size=3)
+    last = await awaiting(proxy, group_id="g", group_size=3)
+    group = end_time(proxy)
+    await until(lambda: group.expired)
+    await abort(proxy, last, keep_place=True)
+    assert len(await proxy.lease()) == 2
+    assert await slots(proxy) == (3, 0, 0)

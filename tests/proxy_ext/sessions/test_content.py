@@ -22,7 +22,7 @@ async def talk(proxy: Proxy, **fields: object) -> dict[str, str]:
     return session
 
 
-async def test_it_is_what_the_services_own_grader_is_given(proxy: Proxy) -> None:
+async def test_the_content_is_what_the_services_own_grader_is_given(proxy: Proxy) -> None:
     session = await talk(proxy, task_id="t", metadata={"answer": 5})
     content = await proxy.client.session_content(session["session_id"], session["api_key"])
     live = proxy.service.sessions.live[session["session_id"]]
@@ -32,31 +32,14 @@ async def test_it_is_what_the_services_own_grader_is_given(proxy: Proxy) -> None
     assert given["metadata"] == {"answer": 5}
 
 
-async def test_it_is_its_owners(start: Start) -> None:
-    proxy = await start("server.admin_key=the-operators")
-    await proxy.admit(10)
-    mine, other = await talk(proxy), await talk(proxy)
-    assert (await proxy.client.session_content(mine["session_id"])).interactions
-    with pytest.raises(NotFound):
-        await proxy.client.session_content(mine["session_id"], other["api_key"])
-    answer = await proxy.http.get(
-        f"/rl/v1/sessions/{mine['session_id']}/content", headers={"Authorization": "Bearer no"}
-    )
-    assert answer.status_code == 401
-
-
-async def test_what_is_deleted_is_not_there(proxy: Proxy) -> None:
+async def test_what_is_not_kept_is_not_there(start: Start, proxy: Proxy) -> None:
     session = await talk(proxy)
     await proxy.client.delete_session(session["session_id"])
     with fails_with(Conflict, "deleted"):
         await proxy.client.session_content(session["session_id"])
     with pytest.raises(NotFound):
         await proxy.client.session_content("no-such-0-1")
-
-
-async def test_a_run_that_keeps_no_texts_has_nothing_to_show(start: Start) -> None:
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(10)
+    proxy = await start("sessions.store_content=false", admit=10)
     session = await talk(proxy)
     with fails_with(Conflict, "sessions.store_content", code="content_not_stored"):
         await proxy.client.session_content(session["session_id"])

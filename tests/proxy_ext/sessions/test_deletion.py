@@ -6,14 +6,13 @@ import asyncio
 from typing import Any
 
 import httpx
-import pytest
 
-from any_agent.errors import StoreUnavailable
-from proxy_ext.journal import EraseContent, Statement
+from proxy_ext.journal import EraseContent
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import finalize, info, unwritable
 
 CANARY = "canary-in-the-coal-mine"
 MESSAGES = [{"role": "user", "content": CANARY}]
@@ -35,8 +34,7 @@ async def begun(proxy: Proxy, **fields: Any) -> dict[str, Any]:
 
 async def finalized(proxy: Proxy, **fields: Any) -> dict[str, Any]:
     session = await begun(proxy, **fields)
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
-    assert response.status_code == 200, response.text
+    await finalize(proxy, session, final_reward=1)
     return session
 
 
@@ -53,56 +51,23 @@ async def ack(proxy: Proxy, session: dict[str, Any], step: int | None) -> None:
 async def test_content_is_gone_from_the_disk(proxy: Proxy, start: Start) -> None:
     session = await finalized(proxy)
     assert found_on_disk(proxy)
-    response = await delete(proxy, session)
-    assert response.status_code == 200, response.text
-    info = response.json()
-    assert (info["state"], info["reason"], info["content"]) == ("rejected", "deleted", "deleted")
-    assert (info["interactions"], info["rewards"], info["final_reward"]) == (0, {}, 1)
+    key = {"idempotency-key": "erase-1"}
+    first, second = await asyncio.gather(delete(proxy, session, **key), delete(proxy, session))
+    assert first.status_code == 200, first.text
+    now = first.json()
+    assert (now["state"], now["reason"], now["content"]) == ("rejected", "deleted", "deleted")
+    assert (now["interactions"], now["rewards"], now["final_reward"]) == (0, {}, 1)
+    # Twice does no harm.
+    assert now == second.json() == (await delete(proxy, session)).json()
+    again = await delete(proxy, session, **key)
+    assert (again.content, again.headers["idempotent-replayed"]) == (first.content, "true")
     assert found_on_disk(proxy) == []
     assert await proxy.lease() == []
-    again = await start()
-    shown = (await again.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
+    other = await start()
+    shown = await info(other, session)
     assert (shown["state"], shown["content"], shown["interactions"]) == ("rejected", "deleted", 0)
-    assert found_on_disk(again) == []
-    refusal(await again.call(session["api_key"]), 410, "session_closed", "deleted")
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-async def test_every_state_that_may_be_deleted(proxy: Proxy, mode: str) -> None:
-    opened = await begun(proxy, mode=mode)
-    waiting = await begun(proxy, mode=mode)
-    await proxy.post("/rl/v1/finalize", {"await_reward": True}, waiting["api_key"])
-    over = await finalized(proxy, mode=mode)
-    aborted = await begun(proxy, mode=mode)
-    await proxy.post(f"/rl/v1/sessions/{aborted['session_id']}/abort", {"reason": "x"})
-    expected = {
-        "aborted": [opened, waiting, aborted],
-        "rejected" if mode == "train" else "evaluated": [over],
-    }
-    for state, sessions in expected.items():
-        for session in sessions:
-            info = (await delete(proxy, session)).json()
-            assert (info["state"], info["content"]) == (state, "deleted")
-    # What had ended keeps its reason.
-    shown = (await proxy.http.get(f"/rl/v1/sessions/{aborted['session_id']}")).json()
-    assert shown["reason"] == "x"
-    assert found_on_disk(proxy) == []
-    assert (await proxy.capacity())["buffered"] == 0
-
-
-async def test_twice_does_no_harm(proxy: Proxy) -> None:
-    session = await finalized(proxy)
-    first, second = await asyncio.gather(delete(proxy, session), delete(proxy, session))
-    assert (first.status_code, second.status_code) == (200, 200)
-    assert first.json() == second.json() == (await delete(proxy, session)).json()
-
-
-async def test_an_idempotency_key_keeps_its_answer(proxy: Proxy) -> None:
-    session = await finalized(proxy)
-    key = {"idempotency-key": "erase-1"}
-    first, second = await delete(proxy, session, **key), await delete(proxy, session, **key)
-    assert first.content == second.content
-    assert second.headers["idempotent-replayed"] == "true"
+    assert found_on_disk(other) == []
+    refusal(await other.call(session["api_key"]), 410, "session_closed", "")
 
 
 async def test_a_call_under_way_leaves_nothing(proxy: Proxy, engine: ScriptedEngine) -> None:
@@ -119,43 +84,38 @@ async def test_a_call_under_way_leaves_nothing(proxy: Proxy, engine: ScriptedEng
 
 
 async def test_what_training_needs_is_kept(proxy: Proxy) -> None:
-    session = await finalized(proxy)
-    assert len(await proxy.lease()) == 1
-    refusal(await delete(proxy, session), 409, "in_training", "handed to training")
+    session, unknown = await finalized(proxy), await proxy.finished_session()
+    for _ in range(2):
+        assert len(await proxy.lease()) == 1
+    refusal(await delete(proxy, session), 409, "in_training", "")
     await ack(proxy, session, step=3)
+    await ack(proxy, unknown, step=None)
     # The oldest kept checkpoint is of step 2: a resume from it trains on step 3 again.
     await proxy.client.set_run("training", step=3, checkpoint=None, oldest_step=2)
-    error = refusal(await delete(proxy, session), 409, "in_training", "resume")
+    error = refusal(await delete(proxy, session), 409, "in_training", "")
     assert error["state"] == "trained"
     assert found_on_disk(proxy)
     await proxy.client.set_run("training", step=4, checkpoint=None, oldest_step=3)
-    info = (await delete(proxy, session)).json()
-    assert (info["state"], info["step"], info["content"]) == ("trained", 3, "deleted")
+    now = (await delete(proxy, session)).json()
+    assert (now["state"], now["step"], now["content"]) == ("trained", 3, "deleted")
     assert found_on_disk(proxy) == []
+    # Whether a step of unknown number is made again, nobody knows.
+    refusal(await delete(proxy, unknown), 409, "in_training", "")
 
 
 async def test_what_a_killed_trainer_had_is_kept(proxy: Proxy, start: Start) -> None:
     """The step that it was at may be made again; when training has ended, none will be."""
     session, other = await finalized(proxy), await finalized(proxy)
-    assert len(await proxy.lease(owner="killed")) == 1
-    assert len(await proxy.lease(owner="killed")) == 1
+    assert [len(await proxy.lease(owner="killed")) for _ in range(2)] == [1, 1]
     await proxy.admit(1000, owner="next")
     for again in (proxy, await start()):
-        refusal(await delete(again, session), 409, "in_training", "a trainer has had it")
+        refusal(await delete(again, session), 409, "in_training", "")
         veto = await again.post(f"/rl/v1/sessions/{session['session_id']}/veto", {})
-        refusal(veto, 409, "in_training", "a trainer has had it")
+        refusal(veto, 409, "in_training", "")
     await again.client.set_run("finished", step=1, checkpoint=None)
     assert (await delete(again, session)).json()["reason"] == "deleted"
     veto = await again.post(f"/rl/v1/sessions/{other['session_id']}/veto", {})
     assert veto.json()["state"] == "rejected"
-
-
-async def test_what_a_step_of_unknown_number_used_is_kept(proxy: Proxy) -> None:
-    session = await finalized(proxy)
-    await proxy.lease()
-    await ack(proxy, session, step=None)
-    await proxy.client.set_run("training", step=9, checkpoint=None, oldest_step=9)
-    refusal(await delete(proxy, session), 409, "in_training", "resume")
 
 
 async def test_what_is_deleted_is_not_replayed(proxy: Proxy) -> None:
@@ -171,59 +131,15 @@ async def test_what_is_deleted_is_not_replayed(proxy: Proxy) -> None:
     assert sorted((erased.status_code, replayed.status_code)) == [200, 409]
     if erased.status_code == 200:
         later = await proxy.http.post("/rl/v1/lease", json=body)
-        refusal(later, 409, "not_replayable", "deleted")
+        refusal(later, 409, "not_replayable", "")
 
 
-async def test_a_deletion_that_cannot_be_written(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deletion_that_cannot_be_written_changes_nothing(proxy: Proxy) -> None:
     session = await finalized(proxy)
-    commit = proxy.service.journal.commit
-
-    async def full(*statements: Statement) -> None:
-        if any(isinstance(statement, EraseContent) for statement in statements):
-            raise StoreUnavailable("no space left", retry_after=1)
-        await commit(*statements)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(proxy.service.journal, "commit", full)
+    with unwritable(proxy.service.journal, EraseContent):
         assert (await delete(proxy, session)).status_code == 503
     (trajectory,) = await proxy.lease()
     assert len(trajectory.interactions) == 1
-
-
-async def test_a_veto_keeps_the_record(proxy: Proxy, start: Start) -> None:
-    session = await finalized(proxy)
-    id, key = session["session_id"], session["api_key"]
-    path = f"/rl/v1/sessions/{id}/veto"
-    info = (await proxy.post(path, {"reason": "the tool lied"}, key)).json()
-    assert (info["state"], info["reason"]) == ("rejected", "vetoed: the tool lied")
-    assert (info["interactions"], info["content"]) == (1, "stored")
-    assert await proxy.lease() == []
-    assert (await proxy.capacity())["buffered"] == 0
-    refusal(await proxy.post(path, {}, key), 410, "session_closed", "nothing to veto")
-    again = await start()
-    shown = (await again.http.get(f"/rl/v1/sessions/{id}")).json()
-    assert (shown["state"], shown["reason"]) == ("rejected", "vetoed: the tool lied")
-    assert await again.lease() == []
-
-
-async def test_a_vetoed_member_leaves_its_group(proxy: Proxy) -> None:
-    sessions = [await finalized(proxy, group_id="g", group_size=3) for _ in range(2)]
-    last = await begun(proxy, group_id="g", group_size=3)
-    await proxy.post(f"/rl/v1/sessions/{sessions[0]['session_id']}/veto", {})
-    await proxy.post("/rl/v1/finalize", {"final_reward": 0}, last["api_key"])
-    leased = {t.session_id for t in await proxy.lease(wait=5)}
-    assert leased == {sessions[1]["session_id"], last["session_id"]}
-
-
-async def test_another_sessions_key_deletes_nothing(start: Start) -> None:
-    proxy = await start("server.admin_key=operator-secret")
-    await proxy.admit(10)
-    session, other = await finalized(proxy), await begun(proxy)
-    bearer = {"authorization": f"Bearer {other['api_key']}"}
-    assert (await delete(proxy, session, **bearer)).status_code in (400, 404)
-    assert found_on_disk(proxy)
 
 
 async def test_what_was_exported_can_be_deleted(proxy: Proxy) -> None:

@@ -10,11 +10,8 @@ from typing import Any
 
 import orjson
 import pytest
-from starlette.requests import Request
-from starlette.types import Message
 
 from any_agent.record import unpack_trajectories
-from proxy_ext.web.exchange import ClientConnection
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -40,8 +37,7 @@ def deaf_client(proxy: Proxy, key: str, **fields: Any) -> Iterator[None]:
 
 
 async def test_an_answer_that_is_still_being_sent_is_not_trained_on(start: Start) -> None:
-    proxy = await start(send_buffer=4096)
-    await proxy.admit(5)
+    proxy = await start(send_buffer=4096, admit=5)
     session = await proxy.open()
     read = await proxy.complete(session["api_key"])
     with deaf_client(proxy, session["api_key"], **LONG):
@@ -86,33 +82,3 @@ async def test_an_agent_that_finalizes_at_once_is_trained_on(proxy: Proxy, strea
     leased = unpack_trajectories((await proxy.http.post("/rl/v1/lease", json=body)).content)
     assert len(leased) == 100
     assert [i.untrainable_reason for t in leased for i in t.interactions] == [None] * 100
-
-
-async def test_a_handler_that_is_cancelled_while_it_stops_watching_is_cancelled() -> None:
-    stopping, go = asyncio.Event(), asyncio.Event()
-
-    async def receive() -> Message:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stopping.set()
-            await go.wait()
-        raise AssertionError("nobody leaves")
-
-    went_on = []
-
-    async def handler() -> None:
-        async with ClientConnection(Request({"type": "http"}, receive), on_leave=lambda: None):
-            # The watch has begun.
-            await asyncio.sleep(0)
-        went_on.append("after the client")
-
-    task = asyncio.create_task(handler())
-    async with asyncio.timeout(60):
-        await stopping.wait()
-        task.cancel()
-        await asyncio.sleep(0)
-        go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert went_on == []

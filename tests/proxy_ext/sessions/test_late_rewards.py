@@ -7,142 +7,91 @@ import os
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pebble import ProcessPool
 
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
-from any_agent.types import SessionState
-from proxy_ext.sessions import expiry as late
 from proxy_ext.sessions.grading import Grader, GraderFailed
-from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import awaiting, finalize, info, over
 
 GRADERS = "tests.support.graders"
 ROOT = str(Path(__file__).resolve().parents[3])
-
-
-async def awaiting(proxy: Proxy, deadline: float | None = None, **fields: Any) -> dict[str, Any]:
-    """A session with one call that awaits its reward."""
-    session = await proxy.open(**fields)
-    await proxy.complete(session["api_key"])
-    body = {"await_reward": True} | ({"deadline": deadline} if deadline is not None else {})
-    response = await proxy.post("/rl/v1/finalize", body, session["api_key"])
-    assert response.status_code == 200, response.text
-    assert response.json()["state"] == "awaiting_reward"
-    return session
-
-
-async def info(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
-    return dict((await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json())
-
-
-async def ended(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
-    """What is said of it once its deadline has passed."""
-
-    async def over() -> dict[str, Any] | None:
-        await proxy.service.expiry.sweep()
-        now = await info(proxy, session)
-        return now if now["state"] != "awaiting_reward" else None
-
-    return dict(await until(over, "its waiting ends"))
 
 
 async def test_a_reward_that_comes_in_time(proxy: Proxy) -> None:
     session = await awaiting(proxy, 600)
     key = session["api_key"]
     assert await proxy.lease() == []
-    refusal(await proxy.post("/rl/v1/finalize", {}, key), 422, "no_reward", "await_reward")
-    refusal(await proxy.call(key), 410, "session_closed", "takes no more calls, but rewards")
+    refusal(await proxy.post("/rl/v1/finalize", {}, key), 422, "no_reward", "")
+    refusal(await proxy.call(key), 410, "session_closed", "")
     assert (await proxy.post("/rl/v1/set_reward", {"reward": 2}, key)).status_code == 200
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": {"judge": 1}}, key)
-    assert (response.json()["state"], response.json()["awaits_in"]) == ("finalized", None)
+    ended = await finalize(proxy, session, final_reward={"judge": 1})
+    assert (ended["state"], ended["awaits_in"]) == ("finalized", None)
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 1
     assert [i.reward for i in trajectory.interactions] == [2]
 
 
-async def test_it_counts_as_buffered(proxy: Proxy) -> None:
+async def test_it_counts_as_buffered(start: Start) -> None:
     """It makes no calls, and its tokens grow old: staleness is bounded by what is buffered."""
-    await awaiting(proxy)
+    proxy = await start("sessions.reward_deadline=77", admit=10)
+    session = await awaiting(proxy)
+    assert 70 < (await info(proxy, session))["awaits_in"] <= 77, "the longest one is the default"
     now = await proxy.capacity()
     assert (now["admitted"], now["running"], now["buffered"]) == (1, 0, 1)
     await proxy.open()
     now = await proxy.capacity()
     assert (now["admitted"], now["running"], now["buffered"]) == (2, 1, 1)
+    # Without a call there is nothing to wait for.
+    empty = await proxy.open()
+    response = await proxy.post("/rl/v1/finalize", {"await_reward": True}, empty["api_key"])
+    refusal(response, 422, "no_interactions", "")
 
 
-async def test_the_default_deadline_is_the_longest(start: Start) -> None:
-    proxy = await start("sessions.reward_deadline=77")
-    await proxy.admit(10)
-    session = await awaiting(proxy)
-    assert 70 < (await info(proxy, session))["awaits_in"] <= 77
-
-
-async def test_calls_under_way_are_aborted(proxy: Proxy, engine: Any) -> None:
-    session = await proxy.open()
-    await proxy.complete(session["api_key"])
-    engine.hold(1)
-    call = asyncio.create_task(proxy.call(session["api_key"]))
-    await until(lambda: engine.running)
-    body = {"await_reward": True}
-    response = await proxy.post("/rl/v1/finalize", body, session["api_key"])
-    assert response.json()["state"] == "awaiting_reward"
-    assert (await call).status_code == 410
-
-
-async def test_without_a_call_there_is_nothing_to_wait_for(proxy: Proxy) -> None:
-    session = await proxy.open()
-    response = await proxy.post("/rl/v1/finalize", {"await_reward": True}, session["api_key"])
-    refusal(response, 422, "no_interactions", "abort it")
-
-
-async def test_none_in_time_is_rejected(proxy: Proxy) -> None:
+async def test_at_the_deadline_what_came_counts_and_nothing_is_rejected(proxy: Proxy) -> None:
     session = await awaiting(proxy, 0.01)
-    now = await ended(proxy, session)
+    now = await over(proxy, session)
     assert (now["state"], now["reason"]) == ("rejected", "no reward came by its deadline")
     assert now["rewarded"] is False and now["ended_at"] is not None
-    assert proxy.service.expiry.outcomes == {"rejected": 1}
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
-    refusal(response, 410, "session_closed", "no reward came by its deadline")
-
-
-async def test_at_the_deadline_what_came_counts(proxy: Proxy) -> None:
+    refusal(response, 410, "session_closed", "")
     session = await awaiting(proxy, 0.5)
     await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
-    now = await ended(proxy, session)
+    now = await over(proxy, session)
     assert (now["state"], now["reason"], now["rewarded"]) == ("finalized", None, True)
-    assert proxy.service.expiry.outcomes == {"rewarded": 1}
     assert len(await proxy.lease()) == 1
-
-
-async def test_zero_is_said_to_be_the_services(start: Start) -> None:
-    proxy = await start("sessions.late_reward=zero")
-    await proxy.admit(10)
-    now = await ended(proxy, session := await awaiting(proxy, 0.01))
-    assert (now["state"], now["final_reward"]) == ("finalized", 0.0)
-    (entry,) = now["reward_history"]
-    assert entry["by"] == "sessions.late_reward=zero"
-    # Even then a better one may come.
-    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
-    (trajectory,) = await proxy.lease()
-    assert trajectory.final_reward == 1
+    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, (await awaiting(proxy))["api_key"])
+    said = await scrape(proxy)
+    assert said("any_agent_sessions", mode="train", state="awaiting_reward") == 1
+    assert said("any_agent_rewards_total", of="completion") == 1
+    assert said("any_agent_rewards_total", of="final") == 1
+    for outcome, number in (("rejected", 1), ("rewarded", 1), ("graded", 0)):
+        assert said("any_agent_late_rewards_total", outcome=outcome) == number
+    assert said("any_agent_sessions_grading") == 0
 
 
 @pytest.mark.parametrize("policy", ["reject", "zero"])
-async def test_eval_sessions_are_evaluated(start: Start, policy: str) -> None:
-    proxy = await start(f"sessions.late_reward={policy}")
-    now = await ended(proxy, await awaiting(proxy, 0.01, mode="eval"))
-    assert now["state"] == "evaluated"
-    if policy == "reject":
-        assert now["reason"] == "no reward came by its deadline"
-    else:
-        assert now["final_reward"] == 0
+async def test_a_reward_of_zero_is_said_to_be_the_services(start: Start, policy: str) -> None:
+    proxy = await start(f"sessions.late_reward={policy}", admit=10)
+    now = await over(proxy, await awaiting(proxy, 0.01, mode="eval"))
+    evaluated = ("evaluated", 0.0 if policy == "zero" else None)
+    assert (now["state"], now["final_reward"]) == evaluated
+    if policy == "zero":
+        now = await over(proxy, session := await awaiting(proxy, 0.01))
+        assert (now["state"], now["final_reward"]) == ("finalized", 0.0)
+        (entry,) = now["reward_history"]
+        assert entry["by"] == "sessions.late_reward=zero"
+        # Even then a better one may come.
+        await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
+        (trajectory,) = await proxy.lease()
+        assert trajectory.final_reward == 1
 
 
 async def test_a_deadline_survives_a_restart(start: Start, proxy: Proxy) -> None:
@@ -150,79 +99,43 @@ async def test_a_deadline_survives_a_restart(start: Start, proxy: Proxy) -> None
     short = await awaiting(proxy, 0.01)
     again = await start()
     assert 2900 < (await info(again, long))["awaits_in"] <= 3000
-    assert (await ended(again, short))["state"] == "rejected"
-    assert (await info(again, long))["state"] == "awaiting_reward"
-    await again.post("/rl/v1/finalize", {"final_reward": 1}, long["api_key"])
+    assert (await over(again, short))["state"] == "rejected"
+    assert (await finalize(again, long, final_reward=1))["state"] == "finalized"
     assert [t.session_id for t in await again.lease()] == [long["session_id"]]
-
-
-async def test_a_group_waits_for_its_members_reward(proxy: Proxy) -> None:
-    first = await proxy.finished_session(group_id="g", group_size=2)
-    second = await awaiting(proxy, 600, group_id="g", group_size=2)
-    assert await proxy.lease() == []
-    await proxy.post("/rl/v1/finalize", {"final_reward": 0}, second["api_key"])
-    leased = {t.session_id for t in await proxy.lease()}
-    assert leased == {first["session_id"], second["session_id"]}
-
-
-async def test_the_client_gives_late_rewards(proxy: Proxy) -> None:
-    """The same by `RLClient`."""
-    client = proxy.client
-    session = await client.start_session(ttl=100)
-    completion = (await proxy.complete(session.api_key))["id"]
-    assert 0 < (await client.heartbeat(session)).expires_in <= 100
-    given = await client.set_reward(session.api_key, {"a": 1, "b": 2}, completion_id=completion)
-    assert (given.reward, given.interaction_id) == (3, completion)
-    info = await client.finalize(session.api_key, await_reward=True, deadline=50)
-    assert info.state == "awaiting_reward" and info.awaits_in is not None and info.awaits_in <= 50
-    assert (await client.set_final_reward(session.api_key, {"judge": 0.5})).reward == 0.5
-    info = await client.finalize(session.api_key)
-    assert (info.state, info.final_reward) == ("finalized", 0.5)
-
-
-async def test_metrics_count_rewards_and_how_they_came(proxy: Proxy) -> None:
-    session = await awaiting(proxy)
-    await proxy.post("/rl/v1/set_reward", {"reward": {"a": 1, "b": 1}}, session["api_key"])
-    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
-    await ended(proxy, await awaiting(proxy, 0.01))
-    now = await scrape(proxy)
-    assert now("any_agent_sessions", mode="train", state="awaiting_reward") == 1
-    assert now("any_agent_rewards_total", of="completion") == 2
-    assert now("any_agent_rewards_total", of="final") == 1
-    assert now("any_agent_late_rewards_total", outcome="rejected") == 1
-    assert now("any_agent_late_rewards_total", outcome="graded") == 0
-    assert now("any_agent_sessions_grading") == 0
 
 
 # -- graders ---------------------------------------------------------------------------------------
 
 
 async def grading_proxy(start: Start, function: str, *settings: str) -> Proxy:
-    proxy = await start(
-        "sessions.late_reward=grade", f"sessions.grader={GRADERS}.{function}", *settings
-    )
-    await proxy.admit(100)
-    return proxy
+    grader = f"sessions.grader={GRADERS}.{function}"
+    return await start("sessions.late_reward=grade", grader, *settings, admit=100)
 
 
-async def test_a_grader_is_asked(start: Start) -> None:
+async def test_a_grader_is_asked_also_after_a_restart(start: Start, proxy: Proxy) -> None:
+    earlier = await awaiting(proxy, 0.01)
     proxy = await grading_proxy(start, "by_length")
+    assert (await over(proxy, earlier))["final_reward"] == 1
     session = await awaiting(proxy, 0.01, metadata={"plus": 0.5})
-    now = await ended(proxy, session)
+    now = await over(proxy, session)
     assert (now["state"], now["final_reward"]) == ("finalized", 1.5)
     (entry,) = now["reward_history"]
     assert entry["by"] == f"grader {GRADERS}.by_length"
-    assert proxy.service.expiry.outcomes == {"graded": 1}
-    (trajectory,) = await proxy.lease()
-    assert trajectory.final_reward == 1.5
+    assert proxy.service.expiry.outcomes == {"graded": 2}
+    leased = [t.final_reward for _ in range(2) for t in await proxy.lease()]
+    assert leased == [1, 1.5]
 
 
 async def test_a_grader_may_be_async_and_give_names(start: Start) -> None:
     weights = "sessions.reward_weights={correct: 2, format: 1}"
     proxy = await grading_proxy(start, "by_name", weights)
-    now = await ended(proxy, await awaiting(proxy, 0.01))
+    now = await over(proxy, await awaiting(proxy, 0.01))
     assert now["final_reward"] == 2.5
     assert [entry["name"] for entry in now["reward_history"]] == ["correct", "format"]
+    # A name without a weight fails the grade.
+    proxy = await grading_proxy(start, "by_name", "sessions.reward_weights={correct: 2}")
+    now = await over(proxy, await awaiting(proxy, 0.01))
+    assert now["state"] == "rejected" and now["reason"].startswith("grader failed: ")
 
 
 @pytest.mark.service
@@ -232,40 +145,21 @@ async def test_a_grader_that_misbehaves_costs_its_session_alone(
     """Never trained on, the reason says why, and the next one is graded all the same."""
     proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=8")
     pid = tmp_path / "pid"
-    cases = {
-        "raises": "RuntimeError: no judge is there at all",
-        "hangs": "it took more than 8 s",
-        "dies": "its process died (exit code 3)",
-        "exits": "SystemExit",
-        "nan": "it returned nan",
-        "text": "it returned '1.0', not a number",
-        "none": "it returned None, not a number",
-        "huge": "must lie between",
-        "names": "is not a valid name for a reward",
-        "odd": "not a number at all",
-    }
+    cases = ("raises", "hangs", "dies", "exits", "nan", "text", "none", "huge", "names", "odd")
     sessions = {
         how: await awaiting(proxy, 0.01, metadata={"how": how, "pid": str(pid)})
         for how in (*cases, "fine")
     }
-    for how, why in cases.items():
-        now = await ended(proxy, sessions[how])
-        assert now["state"] == "rejected", (how, now)
-        assert now["reason"].startswith("grader failed: ") and why in now["reason"], now
-        assert now["rewards_given"] == 0
-    now = await ended(proxy, sessions["fine"])
+    for how in cases:
+        now = await over(proxy, sessions[how])
+        assert (now["state"], now["rewards_given"]) == ("rejected", 0), (how, now)
+        assert now["reason"].startswith("grader failed: "), (how, now)
+    now = await over(proxy, sessions["fine"])
     assert (now["state"], now["final_reward"]) == ("finalized", 1)
     assert [t.session_id for t in await proxy.lease(wait=1)] == [sessions["fine"]["session_id"]]
     assert proxy.service.expiry.outcomes == {"grader_failed": len(cases), "graded": 1}
     hung = int(pid.read_text())
     await until(lambda: not Path(f"/proc/{hung}").exists(), "the one that hung is killed")
-
-
-async def test_a_name_without_a_weight_fails_the_grade(start: Start) -> None:
-    proxy = await grading_proxy(start, "by_name", "sessions.reward_weights={correct: 2}")
-    now = await ended(proxy, await awaiting(proxy, 0.01))
-    assert now["state"] == "rejected"
-    assert now["reason"].startswith("grader failed: ") and "format" in now["reason"]
 
 
 async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_path: Path) -> None:
@@ -288,13 +182,6 @@ async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_p
     await until(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the worker is gone")
 
 
-async def test_grading_goes_on_after_a_restart(start: Start, proxy: Proxy) -> None:
-    session = await awaiting(proxy, 0.01)
-    again = await grading_proxy(start, "by_length")
-    assert (await ended(again, session))["final_reward"] == 1
-    assert again.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
-
-
 async def test_what_ails_one_grade_leaves_no_other_without_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,13 +191,10 @@ async def test_what_ails_one_grade_leaves_no_other_without_an_end(
     hanging = asyncio.create_task(grader.grade(hangs))
     await until(lambda: pid.exists() and pid.read_text(), "it is being graded")
 
-    def fails(*_: Any, **__: Any) -> Future[None]:
-        future: Future[None] = Future()
-        future.set_exception(RuntimeError("no more processes"))
-        return future
-
+    failed: Future[None] = Future()
+    failed.set_exception(RuntimeError("no more processes"))
     with monkeypatch.context() as patch:
-        patch.setattr(grader._pool._pool, "schedule", fails)
+        patch.setattr(ProcessPool, "schedule", lambda *_, **__: failed)
         with fails_with(GraderFailed, "processes"):
             await grader.grade(hangs)
     with fails_with(GraderFailed, "ended"):
@@ -321,62 +205,36 @@ async def test_what_ails_one_grade_leaves_no_other_without_an_end(
         await grader.close()
 
 
-async def test_nothing_is_read_for_a_grade_whose_turn_is_far_off(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    given = late.graded_session
-
-    def counted(session: RecordedSession) -> dict[str, Any]:
-        read.append(session.id)
-        return given(session)
-
-    monkeypatch.setattr(late, "graded_session", counted)
-    proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=60")
-    pid = tmp_path / "pid"
-    for _ in range(5):
-        await awaiting(proxy, 0.01, metadata={"how": "hangs", "pid": str(pid)})
-
-    async def all_due() -> bool:
-        await proxy.service.expiry.sweep()
-        return proxy.service.expiry.grading == 5 and pid.exists()
-
-    await until(all_due)
-    assert len(read) == 2, "one for each worker"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (f"{GRADERS}.missing", "missing"),
-        ("tests.proxy_ext.no_such_module.f", "no_such_module"),
-        (f"{GRADERS}.not_callable", "not_callable"),
-    ],
-)
-async def test_a_grader_that_is_not_there(name: str, says: str) -> None:
-    grader = Grader(name, timeout=30)
-    try:
-        with fails_with(GraderFailed, says):
+async def test_a_grader_that_is_not_there() -> None:
+    for name in (f"{GRADERS}.missing", "tests.no_such_module.f", f"{GRADERS}.not_callable"):
+        grader = Grader(name, timeout=30)
+        with pytest.raises(GraderFailed):
             await grader.check()
-    finally:
         await grader.close()
 
 
 def test_wrong_settings_of_graders_are_refused_by_name() -> None:
+    needed = ("sessions.late_reward=grade", "sessions.implicit=true")
+    grader = "sessions.grader=a.b"
     for settings, says in (
-        (["sessions.late_reward=grade"], "sessions.grader"),
+        *(([setting], "sessions.grader") for setting in needed),
+        *(
+            ([setting, grader, "sessions.store_content=false"], "store_content")
+            for setting in needed
+        ),
         (["sessions.grader=nodots"], "module.function"),
         (["sessions.grader=a.b; import os"], "module.function"),
+        ([needed[1], grader, "sessions.implicit_group_size=99"], "implicit_group_size"),
         (["sessions.reward_weights={a b: 1}"], "a b"),
         (["sessions.reward_weights={a: .inf}"], "within"),
         (["sessions.reward_weights={a: .nan}"], "within"),
     ):
         with fails_with(ConfigError, says):
-            load_config(None, settings, {})
+            load_config(None, ["rollout.batch_size=8", *settings], {})
 
 
 @pytest.mark.service
-def test_workers_die_with_their_proxy(tmp_path: Path) -> None:
+async def test_workers_die_with_their_proxy(tmp_path: Path) -> None:
     """Also one whose grader hangs, and also of a kill -9."""
     script = (
         "import asyncio, sys, os\n"
@@ -387,14 +245,10 @@ def test_workers_die_with_their_proxy(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"
     )
-    path = tmp_path / "proxy.py"
+    pid, path = tmp_path / "pid", tmp_path / "proxy.py"
     path.write_text(script)
-    asyncio.run(_killed(path, tmp_path / "pid"))
-
-
-async def _killed(script: Path, pid: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(pid), env={**os.environ, "PYTHONPATH": ROOT}
+        sys.executable, str(path), str(pid), env={**os.environ, "PYTHONPATH": ROOT}
     )
     try:
         await until(lambda: pid.exists() and pid.read_text(), "the grader hangs")

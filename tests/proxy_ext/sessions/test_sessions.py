@@ -1,4 +1,4 @@
-"""Opening sessions: slots, the queue, groups, lanes, time."""
+"""Opening sessions: slots, the queue that the trainer sees, groups, lanes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import RunFinished
-from any_agent.types import SessionState
-from proxy_ext.journal import Statement
-from tests.support.proxy import Proxy, noticed_hang_up, signer, until
+from proxy_ext.sessions import slots as admission
+from proxy_ext.sessions.slots import Admission
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import finalize, hold_commits, info, played
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -27,31 +29,33 @@ async def waiting(proxy: Proxy, slots: int) -> None:
     await until(lambda: proxy.service.sessions.admission.waiting == slots)
 
 
-async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> dict[str, Any]:
-    response = await proxy.http.post("/rl/v1/start_session", json=fields)
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert error["code"] == code
-    return error
+async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
+    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
 
 
-async def test_what_an_open_answers(proxy: Proxy) -> None:
+async def slots(proxy: Proxy) -> tuple[int, int, int]:
+    now = await proxy.capacity()
+    return now["admitted"], now["reserved"], now["running"]
+
+
+async def test_what_an_open_answers(start: Start) -> None:
+    proxy = await start("sessions.ttl=100")
     session = await proxy.open(task_id="task", mode="eval", ttl=60, metadata={"a": [1]})
     assert session["session_id"].startswith("ses-0-")
     assert session["api_key"].startswith("sk-v1.0.")
     assert session["base_url"] == f"{proxy.url}/v1"
     assert (session["mode"], session["version"], session["task_id"]) == ("eval", 0, "task")
     assert session["expires_in"] == pytest.approx(60, abs=1)
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert info["state"] == "open"
+    assert (await info(proxy, session))["state"] == "open"
     (listed,) = (await proxy.http.get("/rl/v1/sessions")).json()
     assert listed["session_id"] == session["session_id"]
+    # A ttl over the run's is cut.
+    assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
 
 async def test_the_limit_is_of_sessions_ever_admitted(start: Start) -> None:
     proxy = await start()
-    error = await refused(proxy, 429, "no_capacity")
-    assert "wait" in error["message"]
+    await refused(proxy, 429, "no_capacity")
     for _ in range(3):  # a repeated message changes nothing
         await proxy.admit(2)
     await proxy.finished_session()
@@ -67,89 +71,30 @@ async def test_the_limit_is_of_sessions_ever_admitted(start: Start) -> None:
     now = await proxy.admit(1)  # below what there is: nobody is thrown out
     assert (now["admitted"], now["running"]) == (3, 1)
     await refused(proxy, 429, "no_capacity")
-
-
-async def test_a_limit_lapses_when_its_setter_is_silent(start: Start) -> None:
-    proxy = await start()
-    body = {"limit": 5, "ttl": 0.05, "owner": "t"}
-    await proxy.http.put("/rl/v1/capacity", json=body)
-    await until(lambda: proxy.service.sessions.admission.limit == 0)
+    # It lapses when its setter is silent.
+    await proxy.admit(9, ttl=0.05)
+    await until(lambda: not proxy.service.sessions.admission.limited)
     await refused(proxy, 429, "no_capacity")
 
 
 async def test_opens_wait_in_the_order_of_asking(start: Start) -> None:
-    proxy = await start()
+    proxy = await start("sessions.max_waiting=4")
     opens = []
-    for k in range(3):
+    for k in range(4):
         opens.append(start_waiting(proxy, metadata={"k": k}))
         await waiting(proxy, k + 1)
+    await refused(proxy, 429, "no_capacity", wait=10)
+    # One that leaves frees its place.
+    opens.pop(1).cancel()
+    await waiting(proxy, 3)
     assert (await proxy.capacity())["waiting"] == 3
     for k, task in enumerate(opens):
         await proxy.admit(k + 1)
         assert (await task).status_code == 200
         await waiting(proxy, 2 - k)
     rows = [s.row.metadata["k"] for s in proxy.service.sessions.live.values()]
-    assert rows == [0, 1, 2]
-
-
-async def test_a_waiter_that_leaves_frees_its_place(start: Start) -> None:
-    proxy = await start()
-    gone = start_waiting(proxy)
-    await waiting(proxy, 1)
-    stays = start_waiting(proxy)
-    await waiting(proxy, 2)
-    gone.cancel()
-    await waiting(proxy, 1)
-    await proxy.admit(1)
-    assert (await stays).status_code == 200
-    assert (await proxy.capacity())["admitted"] == 1
-
-
-async def test_a_group_member_that_leaves_frees_the_groups_place(start: Start) -> None:
-    proxy = await start()
-    members = [start_waiting(proxy, group_id="g", group_size=2) for _ in range(2)]
-    await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [2])
-    members[0].cancel()
-    await until(lambda: proxy.service.sessions.groups.all()[0].openers == 1)
-    await waiting(proxy, 2)  # the other one still wants them
-    members[1].cancel()
-    await waiting(proxy, 0)
-    assert len(proxy.service.sessions.groups) == 0
-    await proxy.admit(1)
-    await proxy.open()
-
-
-async def test_an_opener_that_leaves_while_it_is_written(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its session would hold a slot that nobody knows of: it is aborted."""
-    journal = proxy.service.journal
-    commit, go, begun = journal.commit, asyncio.Event(), asyncio.Event()
-
-    async def slow(*statements: Any) -> None:
-        begun.set()
-        await go.wait()
-        await commit(*statements)
-
-    monkeypatch.setattr(journal, "commit", slow)
-    noticed = noticed_hang_up(monkeypatch)
-    opening = start_waiting(proxy)
-    async with asyncio.timeout(60):
-        await begun.wait()
-        opening.cancel()
-        await noticed.wait()
-    go.set()
-    await until(lambda: journal.sessions([SessionState.ABORTED]))
-    assert (await proxy.capacity())["running"] == 0
-
-
-async def test_the_queue_is_bounded(start: Start) -> None:
-    proxy = await start("sessions.max_waiting=1")
-    first = start_waiting(proxy)
-    await waiting(proxy, 1)
-    error = await refused(proxy, 429, "no_capacity", wait=10)
-    assert "too many" in error["message"]
-    first.cancel()
+    assert rows == [0, 2, 3]
+    assert (await proxy.capacity())["admitted"] == 3
 
 
 async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start) -> None:
@@ -167,53 +112,17 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
             with pytest.raises(RunFinished):
                 await task
     response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
-    assert response.status_code == 409
-    error = response.json()["error"]
-    assert error["code"] == "run_finished"
+    error = refusal(response, 409, "run_finished", "")
     assert (error["run"]["checkpoint"], error["run"]["step"]) == ("/ckpt", 7)
-    assert response.headers["x-should-retry"] == "false"
     # Inference and eval go on, without a session too.
-    session = await proxy.open(mode="eval")
-    await proxy.complete(session["api_key"])
+    await played(proxy, mode="eval")
     assert (await proxy.call(None)).status_code == 200
     assert (await proxy.call("DUMMY")).status_code == 200
     assert (await proxy.http.get("/rl/v1/run")).json()["state"] == "finished"
     await client.close()
 
 
-async def test_why_no_slot_is_free(start: Start) -> None:
-    proxy = await start()
-    assert "no trainer has set a limit yet" in (await refused(proxy, 429, "no_capacity"))["message"]
-    await proxy.admit(0)
-    assert "as many sessions as it wants" in (await refused(proxy, 429, "no_capacity"))["message"]
-    await proxy.admit(1, ttl=0.001)
-    await until(
-        lambda: "the trainer has sent nothing" in proxy.service.sessions.admission.no_slot_reason
-    )
-    assert "the trainer has sent nothing" in (await refused(proxy, 429, "no_capacity"))["message"]
-
-
-async def test_a_service_that_does_not_train_refuses_train_sessions(start: Start) -> None:
-    proxy = await start(training=False)
-    error = await refused(proxy, 409, "run_finished")
-    assert "no training" in error["message"]
-    await proxy.open(mode="eval")
-
-
 # -- groups ------------------------------------------------------------------------------------
-
-
-async def test_a_group_takes_its_slots_at_its_first_open(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(3)
-    await proxy.open(group_id="a", group_size=2)
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (2, 1, 1)
-    # Half of another group cannot be admitted, so it waits and is not in anybody's way.
-    await refused(proxy, 429, "no_capacity", group_id="b", group_size=2)
-    await proxy.open(group_id="a", group_size=2)
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (2, 0, 2)
 
 
 @pytest.mark.parametrize("group", [{}, {"group_id": "g", "group_size": 3}])
@@ -222,23 +131,17 @@ async def test_a_session_that_is_being_written_has_its_slot(
 ) -> None:
     """Neither open nor lost: the trainer would otherwise give its slot away a second time."""
     proxy = await start()
-    go, commit = asyncio.Event(), proxy.service.journal.commit
-
-    async def slow(*statements: Statement) -> None:
-        await go.wait()
-        await commit(*statements)
-
-    monkeypatch.setattr(proxy.service.journal, "commit", slow)
-    tasks = [start_waiting(proxy, **group) for _ in range(2)]
-    await until(lambda: proxy.service.sessions.admission.waiting in (2, 3))
+    _, go = hold_commits(proxy.service.journal, monkeypatch)
+    wanted = 3 if group else 2
+    tasks = [start_waiting(proxy, **group) for _ in range(4 if group else 2)]
+    await waiting(proxy, wanted)
     await proxy.admit(3)
-    slots = len(tasks) if not group else 3
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots, 0)
+    assert await slots(proxy) == (wanted, wanted, 0)
     go.set()
-    assert [(await task).status_code for task in tasks] == [200, 200]
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots - 2, 2)
+    # One member too many is refused meanwhile.
+    statuses = sorted([(await task).status_code for task in tasks])
+    assert statuses == ([200] * 3 + [409] if group else [200] * 2)
+    assert await slots(proxy) == (wanted, 0, wanted)
 
 
 def _done(tasks: list[asyncio.Task[httpx.Response]], number: int) -> bool:
@@ -274,102 +177,42 @@ async def test_a_waiting_group_holds_back_those_behind_it(start: Start) -> None:
     assert (await group).status_code == (await single).status_code == 200
 
 
-async def test_a_late_member_is_refused_also_after_a_restart(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(10)
-    for _ in range(2):
-        await proxy.finished_session(group_id="g", group_size=2)
-    error = await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
-    assert "new group_id" in error["message"]
-    await proxy.finished_session(group_id="partial", group_size=3)
-    again = await start()
-    await again.admit(10)
-    await refused(again, 409, "group_closed", group_id="g", group_size=2)
-    await again.open(group_id="partial", group_size=3)
-    for t in await again.lease():
-        assert t.group_id == "g"
-    third = await start()
-    await third.admit(10)
-    await refused(third, 409, "group_closed", group_id="g", group_size=2)
-
-
-async def test_group_sizes_must_agree(proxy: Proxy) -> None:
-    session = await proxy.open(group_id="g", group_size=3)
-    assert session["group_id"] == "g"
-    error = await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
-    assert error["message"].endswith("has group_size 3, not 2; send group_size 3")
-    error = await refused(proxy, 409, "group_size_mismatch", group_id="g")
-    assert "sessions.group_size" in error["message"] and "group_size 3" in error["message"]
+async def test_group_sizes_must_agree_and_fit(start: Start) -> None:
+    proxy = await start("rollout.max_concurrent=4", admit=9)
+    await refused(proxy, 400, "invalid_request", group_id="never", group_size=5)
     await proxy.open(group_id="g", group_size=3)
+    await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
+    await refused(proxy, 409, "group_size_mismatch", group_id="g")
+    await proxy.open(group_id="g", group_size=3)
+    # Another size is a matter of a task's next generation, not of one that is full.
+    ids = [(await proxy.open(task_id="t"))["group_id"] for _ in range(2)]
+    assert ids[0] == ids[1] != (await proxy.open(task_id="t", group_size=4))["group_id"]
 
 
-async def test_a_task_starts_its_next_generation(proxy: Proxy) -> None:
-    ids = [(await proxy.finished_session(task_id="t"))["group_id"] for _ in range(5)]
-    assert ids[0] == ids[1] != ids[2] == ids[3] != ids[4]
-    assert all(id.startswith("t~") for id in ids)
-    leased = [await proxy.lease() for _ in range(3)]
-    assert [len(group) for group in leased] == [2, 2, 0]
-    # Another size is a matter of the next generation, not of one that is full.
-    await proxy.open(task_id="t")
-    await proxy.open(task_id="t", group_size=4)
-
-
-async def test_an_open_that_waited_joins_the_tasks_next_generation(start: Start) -> None:
+@pytest.mark.parametrize("name", ["task_id", "group_id"])
+async def test_one_too_many_that_waited_joins_a_tasks_next_generation_alone(
+    start: Start, name: str
+) -> None:
     proxy = await start()
-    tasks = [start_waiting(proxy, task_id="t", group_size=8) for _ in range(9)]
+    tasks = [start_waiting(proxy, **{name: "x"}, group_size=8) for _ in range(9)]
     await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [9])
     await proxy.admit(8)
-    await until(lambda: sum(task.done() for task in tasks) == 8)
-    await waiting(proxy, 8)  # the ninth one's generation
-    await proxy.admit(16)
-    answers = await asyncio.gather(*tasks)
-    assert [answer.status_code for answer in answers] == [200] * 9
-    ids = [answer.json()["group_id"] for answer in answers]
-    assert sorted(ids.count(id) for id in set(ids)) == [1, 8]
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (16, 7, 9)
+    if name == "task_id":
+        await until(partial(_done, tasks, 8))
+        await waiting(proxy, 8)  # the ninth one's generation
+        await proxy.admit(16)
+    answers = [answer.json() for answer in await asyncio.gather(*tasks)]
+    if name == "task_id":
+        ids = [answer["group_id"] for answer in answers]
+        assert sorted(ids.count(id) for id in set(ids)) == [1, 8]
+        assert await slots(proxy) == (16, 7, 9)
+    else:
+        (late,) = [answer for answer in answers if "error" in answer]
+        assert late["error"]["code"] == "group_closed"
+        assert await slots(proxy) == (8, 0, 8)
 
 
-async def test_a_named_group_has_no_next_generation(start: Start) -> None:
-    proxy = await start()
-    tasks = [start_waiting(proxy, group_id="g", group_size=8) for _ in range(9)]
-    await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [9])
-    await proxy.admit(16)
-    answers = await asyncio.gather(*tasks)
-    (late,) = [answer for answer in answers if answer.status_code != 200]
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "group_closed")
-    assert (await proxy.capacity())["admitted"] == 8
-
-
-async def test_a_group_that_could_never_be_admitted(start: Start) -> None:
-    proxy = await start("rollout.max_concurrent=4")
-    error = await refused(proxy, 400, "invalid_request", group_id="g", group_size=5)
-    assert "max_concurrent" in error["message"]
-    await refused(proxy, 429, "no_capacity", group_id="g", group_size=4)
-
-
-async def test_a_group_of_dropped_members_frees_its_slots(proxy: Proxy) -> None:
-    for _ in range(2):
-        session = await proxy.open(group_id="g", group_size=2)
-        await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"])
-    now = await proxy.capacity()
-    assert (now["running"], now["buffered"], now["reserved"]) == (0, 0, 0)
-    assert await proxy.lease() == []
-    assert len(proxy.service.sessions.groups) == 0
-
-
-# -- time and lanes ----------------------------------------------------------------------------
-
-
-async def test_a_session_expires(proxy: Proxy) -> None:
-    session = await proxy.open(ttl=0.05)
-    key = session["api_key"]
-    await until(lambda: not proxy.service.sessions.live)
-    response = await proxy.call(key)
-    assert response.status_code == 410
-    assert "ttl" in response.json()["error"]["message"]
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert (info["state"], info["reason"]) == ("expired", "its ttl ran out")
+# -- ends and lanes ----------------------------------------------------------------------------
 
 
 async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Proxy) -> None:
@@ -377,15 +220,9 @@ async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Prox
     opened = await proxy.open(mode="eval")
     session = proxy.service.sessions.live[opened["session_id"]]
     session.closing = True
-    response = await proxy.call(opened["api_key"])
-    assert (response.status_code, response.json()["error"]["code"]) == (410, "session_closed")
+    refusal(await proxy.call(opened["api_key"]), 410, "session_closed", "")
     session.closing = False
     assert (await proxy.call(opened["api_key"])).status_code == 200
-
-
-async def test_a_ttl_over_the_runs_is_cut(start: Start) -> None:
-    proxy = await start("sessions.ttl=100")
-    assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
 
 async def test_a_key_opens_its_next_session(proxy: Proxy) -> None:
@@ -393,47 +230,20 @@ async def test_a_key_opens_its_next_session(proxy: Proxy) -> None:
     first = await proxy.finished_session()
     key = first["api_key"]
     second = await proxy.open(api_key=key)
-    assert second["api_key"] == key
-    assert second["session_id"] != first["session_id"]
+    assert second["api_key"] == key and second["session_id"] != first["session_id"]
     await refused(proxy, 409, "lane_busy", api_key=key)
-    await proxy.complete(key)
     # The first one's end must not take the key away from the second.
     await proxy.lease()
-    ack = await proxy.client.ack(owner="trainer", trained=[first["session_id"]], rejected=[])
-    assert ack == 1
+    await proxy.client.ack(owner="trainer", trained=[first["session_id"]], rejected=[])
     await proxy.complete(key)
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert response.json()["session_id"] == second["session_id"]
-    assert response.json()["interactions"] == 2
+    assert (await finalize(proxy, second, final_reward=1))["interactions"] == 1
     await refused(proxy, 401, "invalid_api_key", api_key="sk-v1.0.x")
-
-
-async def test_a_key_opens_its_next_session_while_the_last_one_awaits_its_reward(
-    start: Start,
-) -> None:
-    """Its agent is done with it: only the reward is still to come."""
-    proxy = await start()
-    await proxy.admit(5)
-    first = await proxy.open()
-    key, name = first["api_key"], {"x-any-agent-session": first["session_id"]}
-    await proxy.complete(key)
-    awaiting = await proxy.post("/rl/v1/finalize", {"await_reward": True}, key)
-    assert awaiting.json()["state"] == "awaiting_reward"
-    second = await proxy.open(api_key=key)
-    await proxy.complete(key)
-    again = await start()
-    await again.complete(key)
-    # Without a name the key is the newest session's.
-    ended = await again.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert ended.json()["session_id"] == second["session_id"]
-    assert (await again.post("/rl/v1/set_reward", {"reward": 1}, key, **name)).status_code == 200
-    ended = await again.post("/rl/v1/finalize", {}, key, **name)
-    assert (ended.json()["session_id"], ended.json()["state"]) == (first["session_id"], "finalized")
+    _, elsewhere = signer(proxy).mint(3)
+    await refused(proxy, 409, "lane_on_other_rank", api_key=elsewhere, mode="eval")
 
 
 async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(1)
+    proxy = await start(admit=1)
     key = (await proxy.finished_session())["api_key"]
     one = start_waiting(proxy, api_key=key)
     await waiting(proxy, 1)
@@ -442,7 +252,61 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
     assert (await one).status_code == 200
 
 
-async def test_a_key_of_another_rank_is_sent_there(start: Start) -> None:
+async def test_the_queue_is_told_in_its_order(start: Start) -> None:
     proxy = await start()
-    _, key = signer(proxy).mint(3)
-    await refused(proxy, 409, "lane_on_other_rank", api_key=key, mode="eval")
+    opens = []
+    for fields in ({"group_id": "g", "group_size": 3}, {}, {"task_id": "t", "group_size": 2}):
+        opens.append(asyncio.create_task(proxy.open(**fields, wait=60)))
+        await until(
+            lambda: proxy.service.sessions.admission.waiting == sum([3, 1, 2][: len(opens)])
+        )
+    now = await proxy.capacity()
+    assert (now["queue"], now["waiting"]) == ([3, 1, 2], 6)
+    assert (await proxy.admit(3))["queue"] == [1, 2]
+    assert (await proxy.admit(6))["queue"] == []
+    await asyncio.gather(*opens)
+
+
+async def test_one_that_did_not_wait_is_remembered_until_it_is_served(start: Start) -> None:
+    proxy = await start()
+    for _ in range(2):  # asking twice is one wish
+        response = await proxy.http.post(
+            "/rl/v1/start_session", json={"group_id": "g", "group_size": 2}
+        )
+        assert response.status_code == 429
+    now = await proxy.capacity()
+    # Nobody waits, but somebody will ask for two.
+    assert (now["queue"], now["waiting"]) == ([2], 0)
+    await proxy.admit(2)
+    await proxy.open(group_id="g", group_size=2)
+    assert (await proxy.capacity())["queue"] == []
+    # A single session may go to any rank, a lane's next one may not.
+    assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 429
+    assert (await proxy.capacity())["queue"] == []
+    lane = await played(proxy, mode="eval")
+    await proxy.post("/rl/v1/finalize", {}, lane["api_key"])
+    body = {"api_key": lane["api_key"]}
+    assert (await proxy.http.post("/rl/v1/start_session", json=body)).status_code == 429
+    assert (await proxy.capacity())["queue"] == [1]
+
+
+async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Admission(max_waiting=9)
+    for number in range(200):
+        slots.remember(f"g{number}", 1)
+    assert len(slots.queue) == admission.MAX_SHOWN
+    slots.request(5)
+    assert slots.queue[0] == 5
+    monkeypatch.setattr(admission, "RECALL_SECONDS", -1.0)
+    slots.remember("g0", 2)
+    assert slots.queue == [5] + [1] * (admission.MAX_SHOWN - 1)
+
+
+async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
+    held = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    for number, limit, expected in ((7, 20, 20), (8, 3, 3), (7, 50, 3), (8, 4, 4)):
+        now = await proxy.admit(limit, number=number, held=[held])
+        assert now["limit"] == expected
+    # Another trainer counts anew.
+    assert (await proxy.admit(9, owner="next", number=1))["limit"] == 9

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from itertools import product
 from typing import Any, TypeAlias
 
 import httpx
@@ -12,27 +11,25 @@ import pytest
 
 from any_agent.auth.access import Scope
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.journal.base import EXPORT_OWNER
 from proxy_ext.sessions.state_machine import (
     EVENTS,
-    FINALIZED_ONCE,
     STATES,
     TRANSITIONS,
     Event,
-    refusal,
     refused_with,
     transitions,
 )
 from proxy_ext.web.permissions import AGENTS, JUDGES, RULES, STARTERS, TRAINERS
-from tests.support.journal import make_row
-from tests.support.proxy import HELLO, Proxy, until
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import abort, awaiting, info, over, played
 
 Ask: TypeAlias = Callable[[Proxy, dict[str, Any]], Awaitable[httpx.Response]]
 OWNER = "trainer"
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_is_whole_and_leads_to_one_state_at_a_time() -> None:
     assert set(STATES) == set(SessionState)
     assert set(EVENTS) == set(Event)
     assert len(set(TRANSITIONS)) == len(TRANSITIONS)
@@ -40,26 +37,16 @@ def test_the_table_is_whole() -> None:
     while more := {t.after for t in TRANSITIONS if t.before in reached} - reached:
         reached |= more
     assert reached == set(SessionState)
-
-
-def test_terminal_states_are_sealed() -> None:
-    """Only a resume leads out of one, and only out of those that a step made."""
+    # Only a resume leads out of a terminal state, and only out of those that a step made.
     for t in TRANSITIONS:
         if t.before in TERMINAL_STATES and t.after is not t.before:
             assert t.event is Event.REPLAY
             assert t.before in (SessionState.TRAINED, SessionState.REJECTED)
-
-
-def test_an_event_leads_to_one_state_in_each_mode() -> None:
-    """Except at the end, where it depends on the rewards, and on guardrails."""
-    for state in SessionState:
-        for event in Event:
-            for mode in SessionMode:
-                lines = [t for t in transitions(state, event) if t.mode in (None, mode)]
-                assert len({t.after for t in lines}) <= 1 or event in (
-                    Event.FINALIZE,
-                    Event.DEADLINE,
-                )
+    # The end depends on the rewards too, and on guardrails.
+    events = set(Event) - {Event.FINALIZE, Event.DEADLINE}
+    for state, event, mode in product(SessionState, events, SessionMode):
+        lines = [t for t in transitions(state, event) if t.mode in (None, mode)]
+        assert len({t.after for t in lines}) <= 1
 
 
 def test_who_may_is_what_the_scopes_say() -> None:
@@ -79,18 +66,6 @@ def test_who_may_is_what_the_scopes_say() -> None:
 
 
 # -- every event in every state, over HTTP ---------------------------------------------------------
-
-
-async def make_open(proxy: Proxy, **fields: Any) -> dict[str, Any]:
-    session = await proxy.open(**fields)
-    await proxy.complete(session["api_key"])
-    return session
-
-
-async def make_awaiting(proxy: Proxy) -> dict[str, Any]:
-    session = await make_open(proxy)
-    await ok(proxy.post("/rl/v1/finalize", {"await_reward": True}, session["api_key"]))
-    return session
 
 
 async def make_leased(proxy: Proxy) -> dict[str, Any]:
@@ -114,26 +89,21 @@ async def make_rejected(proxy: Proxy) -> dict[str, Any]:
 
 
 async def make_expired(proxy: Proxy) -> dict[str, Any]:
-    session = await make_open(proxy)
+    session = await played(proxy)
     proxy.end_ttl(session)
-
-    async def swept() -> bool:
-        await proxy.service.expiry.sweep()
-        return session["session_id"] not in proxy.service.sessions.live
-
-    await until(swept, "it expires")
+    await over(proxy, session)
     return session
 
 
 async def make_aborted(proxy: Proxy) -> dict[str, Any]:
-    session = await make_open(proxy)
-    await ok(proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}))
+    session = await played(proxy)
+    await abort(proxy, session)
     return session
 
 
 MAKE: dict[SessionState, Callable[[Proxy], Awaitable[dict[str, Any]]]] = {
-    SessionState.OPEN: make_open,
-    SessionState.AWAITING_REWARD: make_awaiting,
+    SessionState.OPEN: played,
+    SessionState.AWAITING_REWARD: awaiting,
     SessionState.FINALIZED: lambda proxy: proxy.finished_session(),
     SessionState.LEASED: make_leased,
     SessionState.TRAINED: make_trained,
@@ -191,47 +161,28 @@ ASK: dict[Event, Ask] = {
 }
 
 
-def test_every_request_of_the_table_is_tried() -> None:
-    assert set(ASK) == {e for e, rule in EVENTS.items() if rule.request} - {Event.OPEN}
-
-
 @pytest.mark.parametrize("state", SessionState)
-@pytest.mark.service
-async def test_every_event(state: SessionState, proxy: Proxy) -> None:
-    await try_every_event(proxy, state)
-
-
-@pytest.mark.parametrize(
-    "state", [SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.FINALIZED]
-)
-async def test_every_event_of_cold_sessions(state: SessionState, start: Start) -> None:
-    """What they recorded is in the journal alone, and read when it is needed."""
-    proxy = await start("sessions.hot_bytes=0")
-    await proxy.admit(100)
-    await try_every_event(proxy, state)
-
-
-async def try_every_event(proxy: Proxy, state: SessionState) -> None:
+async def test_every_event_is_answered_as_the_table_says(state: SessionState, start: Start) -> None:
+    """What is recorded is in the journal alone, and read when it is needed."""
+    proxy = await start("sessions.hot_bytes=0", admit=100)
+    assert set(ASK) == {e for e, rule in EVENTS.items() if rule.request} - {Event.OPEN}
     for event, ask in ASK.items():
         session = await MAKE[state](proxy)
-        assert await state_of(proxy, session) == state
+        assert (await info(proxy, session))["state"] == state
         response = await ask(proxy, session)
-        after = await state_of(proxy, session)
+        after = (await info(proxy, session))["state"]
         allowed = [t.after for t in transitions(state, event) if t.mode in (None, mode_of(state))]
         if allowed:
             assert response.status_code == 200, (state, event, response.text)
             assert after in allowed, (state, event)
             continue
-        code, advice = refused_with(state, event)
-        error = response.json()["error"]
-        assert response.status_code == (410 if code == "session_closed" else 409), (state, event)
-        if event is Event.REPLAY:
-            # It may name many: the message says which are wrong, and how they are.
-            assert error["code"] == code and f"is {state}" in error["message"]
-        else:
-            assert (error["code"], error["state"]) == (code, state), (state, event)
-            assert advice in error["message"]
-        assert "x-should-retry" in response.headers
+        code, _ = refused_with(state, event)
+        status = 410 if code == "session_closed" else 409
+        error = refusal(response, status, code, "")
+        # A replay may name many: its message says which are wrong, and how they are.
+        assert (
+            f"is {state}" in error["message"] if event is Event.REPLAY else error["state"] == state
+        )
         assert after == state, (state, event)
 
 
@@ -239,89 +190,8 @@ def mode_of(state: SessionState) -> SessionMode:
     return SessionMode.EVAL if state is SessionState.EVALUATED else SessionMode.TRAIN
 
 
-async def state_of(proxy: Proxy, session: dict[str, Any]) -> str:
-    response = await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")
-    assert response.status_code == 200, response.text
-    return str(response.json()["state"])
-
-
-async def test_the_reason_is_told(proxy: Proxy) -> None:
-    session = await make_open(proxy)
-    id, key = session["session_id"], session["api_key"]
-    await ok(proxy.post(f"/rl/v1/sessions/{id}/abort", {"reason": "the tool was down"}, key))
-    error = (await proxy.call(key)).json()["error"]
-    assert "aborted (the tool was down)" in error["message"]
-    assert (error["state"], error["reason"]) == ("aborted", "the tool was down")
-
-
-async def test_fifty_finalizes_at_once_are_one(proxy: Proxy, start: Start) -> None:
-    session = await make_open(proxy)
-    bodies = [{"final_reward": k / 100} for k in range(50)]
-    answers = await asyncio.gather(
-        *(proxy.post("/rl/v1/finalize", body, session["api_key"]) for body in bodies)
-    )
-    (won,) = [answer for answer in answers if answer.status_code == 200]
-    lost = {(a.status_code, a.json()["error"]["code"]) for a in answers if a is not won}
-    assert lost == {(409, "already_finalized")}
-    assert proxy.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert info["final_reward"] == won.json()["final_reward"]
-    assert info["rewards_given"] == 1
-    (trajectory,) = await proxy.lease()
-    assert trajectory.final_reward == info["final_reward"]
-
-
-async def test_fifty_equal_finalizes_are_one(proxy: Proxy) -> None:
-    """Nobody gave a key: all are told that the reward stands, and it was given once."""
-    session = await make_open(proxy)
-    body = {"final_reward": 0.5}
-    answers = await asyncio.gather(
-        *(proxy.post("/rl/v1/finalize", body, session["api_key"]) for _ in range(50))
-    )
-    assert {a.status_code for a in answers} == {200}
-    assert {a.json()["final_reward"] for a in answers} == {0.5}
-    assert proxy.service.rewards.given["final"] == 1
-    assert proxy.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
-
-
-@pytest.mark.parametrize("state", FINALIZED_ONCE)
-async def test_it_is_finalized_once(state: SessionState, proxy: Proxy, start: Start) -> None:
-    """The first final reward stands, over restarts too; who says another one hears of it."""
-    session = await MAKE[state](proxy)
-    before = await shown(proxy, session)
-    for service in (proxy, await start()):
-        for body in ({}, {"final_reward": 1}, {"final_reward": {"a": 0}}, {"await_reward": True}):
-            response = await service.post("/rl/v1/finalize", body, session["api_key"])
-            answer = response.json()
-            if body == {"final_reward": {"a": 0}}:
-                assert (response.status_code, answer["error"]["code"]) == (409, "already_finalized")
-            else:
-                assert response.status_code == 200, response.text
-                assert answer["status"] == "success"
-                assert answer["state"] == state
-                assert answer["final_reward"] == 1
-        assert await shown(service, session) == before
-
-
-async def shown(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
-    return dict((await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json())
-
-
-async def test_what_was_revised_is_what_stands(proxy: Proxy) -> None:
-    session = await proxy.finished_session(1.0)
-    key = session["api_key"]
-    await ok(proxy.post("/rl/v1/set_reward", {"final_reward": 0.5}, key))
-    stale = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
-    error = stale.json()["error"]
-    assert (stale.status_code, error["code"]) == (409, "already_finalized")
-    assert "final reward 0.5" in error["message"] and "set_reward revises" in error["message"]
-    await ok(proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, key))
-    (trajectory,) = await proxy.lease()
-    assert trajectory.final_reward == 0.5
-
-
 async def test_awaiting_once_more_moves_no_deadline(proxy: Proxy) -> None:
-    session = await make_open(proxy)
+    session = await played(proxy)
     key, wait = session["api_key"], {"await_reward": True}
     await ok(proxy.post("/rl/v1/finalize", {**wait, "deadline": 50, "final_reward": 2}, key))
     again = await proxy.post("/rl/v1/finalize", {**wait, "deadline": 3000, "final_reward": 2}, key)
@@ -329,22 +199,7 @@ async def test_awaiting_once_more_moves_no_deadline(proxy: Proxy) -> None:
     other = await proxy.post("/rl/v1/finalize", {**wait, "final_reward": 3}, key)
     assert (other.status_code, other.json()["error"]["code"]) == (409, "already_finalized")
     await ok(proxy.post("/rl/v1/finalize", {"final_reward": 3}, key))
-    assert (await shown(proxy, session))["final_reward"] == 3
-
-
-async def test_fifty_equal_finalizes_with_a_key_have_one_answer(proxy: Proxy) -> None:
-    session = await make_open(proxy)
-    key = session["api_key"]
-
-    async def finalize() -> httpx.Response:
-        return await proxy.post(
-            "/rl/v1/finalize", {"final_reward": 1}, key, **{"idempotency-key": "end-1"}
-        )
-
-    answers = await asyncio.gather(*(finalize() for _ in range(50)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert len({answer.content for answer in answers}) == 1
-    assert proxy.service.rewards.given["final"] == 1
+    assert (await info(proxy, session))["final_reward"] == 3
 
 
 async def test_what_a_session_shows(proxy: Proxy) -> None:
@@ -352,31 +207,24 @@ async def test_what_a_session_shows(proxy: Proxy) -> None:
     key, id = session["api_key"], session["session_id"]
     completion = (await proxy.complete(key))["id"]
     await ok(proxy.post("/rl/v1/set_reward", {"reward": 2}, key))
-    shown = (await proxy.http.get(f"/rl/v1/sessions/{id}")).json()
+    shown = await info(proxy, session)
     times = {name: shown.pop(name) for name in ("created_at", "expires_in", "idle_in")}
     (entry,) = shown.pop("reward_history")
-    assert shown == {
+    assert {name: value for name, value in shown.items() if value is not None} == {
         "session_id": id,
         "state": "open",
-        "reason": None,
         "mode": "train",
         "task_id": "t",
         "group_id": session["group_id"],
-        "tenant": None,
         "opened_by": "anyone",
         "rewarded_by": "agent",
         "content": "stored",
         "interactions": 1,
         "rewards": {completion: 2.0},
-        "final_reward": None,
         "rewarded": True,
         "first_version": 0,
         "last_version": 0,
         "output_tokens": 8,
-        "pinned_version": None,
-        "step": None,
-        "ended_at": None,
-        "awaits_in": None,
         "trainable_calls": 1,
         "untrainable_calls": {},
         "roots": 1,
@@ -389,45 +237,13 @@ async def test_what_a_session_shows(proxy: Proxy) -> None:
     assert entry == {"interaction_id": completion, "name": None, "value": 2.0, "by": "session"}
     # And all of it once more from the journal.
     await ok(proxy.post("/rl/v1/finalize", {"await_reward": True, "deadline": 50}, key))
-    shown = (await proxy.http.get(f"/rl/v1/sessions/{id}")).json()
+    shown = await info(proxy, session)
     assert 40 < shown["awaits_in"] <= 50
     assert (shown["expires_in"], shown["idle_in"]) == (None, None)
-    await ok(proxy.post(f"/rl/v1/sessions/{id}/abort", {}, key))
-    shown = (await proxy.http.get(f"/rl/v1/sessions/{id}")).json()
+    await abort(proxy, session, reason="the tool was down")
+    shown = await info(proxy, session)
     assert (shown["state"], shown["awaits_in"]) == ("aborted", None)
+    error = (await proxy.call(key)).json()["error"]
+    assert (error["state"], error["reason"]) == ("aborted", "the tool was down")
     assert shown["ended_at"] >= shown["created_at"]
     assert shown["rewards"] == {completion: 2.0}
-
-
-def said(state: SessionState, event: Event, owner: str | None = None, **more: bool) -> str:
-    row = replace(make_row("s"), state=state, owner=owner)
-    return refusal(row, event, **more).message
-
-
-@pytest.mark.parametrize("event", [Event.ABORT, Event.VETO])
-def test_what_is_over_needs_nothing_more(event: Event) -> None:
-    for state in TERMINAL_STATES:
-        message = said(state, event)
-        assert f"there is nothing to {event}" in message
-        assert "start a new session" not in message
-    assert "cannot be taken out" in said(SessionState.LEASED, event, OWNER)
-    assert "start a new session" not in said(SessionState.LEASED, event, OWNER)
-
-
-def test_only_what_is_being_ended_is_called_so() -> None:
-    for event in (Event.VETO, Event.LEASE):
-        assert said(SessionState.OPEN, event).startswith("session s is open; ")
-    assert "is being ended; " in said(SessionState.OPEN, Event.CALL, closing=True)
-
-
-def test_a_refused_lease_says_what_is_the_case() -> None:
-    leased, trained = SessionState.LEASED, SessionState.TRAINED
-    cases = [
-        (OWNER, "handed to training", "trained on"),
-        (EXPORT_OWNER, "leased by an export", "exported"),
-    ]
-    for owner, holds, has in cases:
-        for state, words in ((leased, holds), (trained, has)):
-            message = said(state, Event.LEASE, owner)
-            assert f"session s is {words}; " in message
-            assert "finalized" not in message

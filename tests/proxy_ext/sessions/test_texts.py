@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from any_agent.errors import ConfigError
 from any_agent.types import Interaction
-from tests.support.errors import fails_with
-from tests.support.proxy import Proxy, config_for, until
+from tests.support.implicit import will_say
+from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import Agent, agent_of, text_of
 from tests.support.scripted_engine import ScriptedEngine
 
 SECRET = "planted"
@@ -53,21 +51,14 @@ def said_in_memory() -> list[Interaction]:
     return [i for i in kept if SECRET in repr((i.message_delta, i.output_message, i.tools))]
 
 
-def say(proxy: Proxy, engine: ScriptedEngine, text: str) -> None:
-    chat = proxy.service.completer.chat
-    engine.say([*chat.tokenizer.encode(text), chat.stop_token_ids[0]])
-
-
 async def talk(proxy: Proxy, engine: ScriptedEngine, key: str, turns: int) -> list[dict[str, Any]]:
     """A conversation, every other turn streamed; its messages."""
     messages = list(SAID)
     for turn in range(turns):
-        say(proxy, engine, f"{SECRET} in answer {turn}")
+        will_say(engine, proxy, f"{SECRET} in answer {turn}")
         if turn % 2:
             events, _ = await proxy.stream(key, messages, **FIELDS)
-            deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
-            text = "".join(d.get("content") or "" for d in deltas)
-            answer = {"role": "assistant", "content": text}
+            answer = {"role": "assistant", "content": text_of(events)}
         else:
             answer = (await proxy.complete(key, messages, **FIELDS))["choices"][0]["message"]
         assert SECRET in answer["content"]
@@ -76,13 +67,12 @@ async def talk(proxy: Proxy, engine: ScriptedEngine, key: str, turns: int) -> li
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_what_is_said_is_nowhere(
+async def test_nothing_that_is_said_is_on_disk_or_in_memory(
     start: Start, engine: ScriptedEngine, tmp_path: Path, kept: bool
 ) -> None:
     settings = ("sessions.group_size=1", "sessions.min_group_size=1")
     settings = (*settings, f"sessions.store_content={str(kept).lower()}")
-    proxy = await start(*settings)
-    await proxy.admit(10)
+    proxy = await start(*settings, admit=10)
     session = await proxy.open(metadata={"mine": "the caller's"})
     key, id = session["api_key"], session["session_id"]
     messages = await talk(proxy, engine, key, 3)
@@ -90,9 +80,8 @@ async def test_what_is_said_is_nowhere(
     if not kept:
         await until(lambda: said_in_memory() == [])
     # Another process goes on exactly where this one was.
-    proxy = await start(*settings)
-    await proxy.admit(10)
-    say(proxy, engine, f"{SECRET} at last")
+    proxy = await start(*settings, admit=10)
+    will_say(engine, proxy, f"{SECRET} at last")
     last = await proxy.complete(key, messages, **FIELDS)
     recorded = await proxy.recorded(id)
     assert [i.parent_id for i in recorded] == [None, *(i.id for i in recorded[:-1])]
@@ -111,27 +100,14 @@ async def test_what_is_said_is_nowhere(
     assert bool(said_on_disk(tmp_path)) is kept
 
 
-async def unheard(proxy: Proxy, engine: ScriptedEngine, key: str, id: str, text: str) -> None:
+async def unheard(agent: Agent, text: str) -> None:
     """A marked call whose client leaves before it is answered; it is recorded all the same."""
-    before, sent = len(await proxy.recorded(id)), len(engine.requests)
-    say(proxy, engine, text)
-    go_on = engine.hold(2)
-    asked = asyncio.create_task(marked(proxy, key, 0))
-    await until(lambda: len(engine.requests) > sent)
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
+    will_say(agent.engine, agent.proxy, text)
+    go_on = agent.engine.hold(2)
+    await agent.leave(0)
+    await agent.vacant()
     go_on.set()
-
-    async def recorded() -> bool:
-        return len(await proxy.recorded(id)) > before
-
-    await until(recorded)
-
-
-async def marked(proxy: Proxy, key: str, count: int) -> httpx.Response:
-    body = {"model": "m", "messages": SAID, **FIELDS}
-    headers = {"authorization": f"Bearer {key}", "x-stainless-retry-count": str(count)}
-    return await proxy.http.post("/v1/chat/completions", json=body, headers=headers)
+    await agent.answered()
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -139,40 +115,15 @@ async def test_a_retry_is_told_what_was_said(
     start: Start, engine: ScriptedEngine, tmp_path: Path, restarted: bool
 ) -> None:
     """While the call waits for it, and by its ids in the next process."""
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(10)
-    session = await proxy.open()
-    key, id = session["api_key"], session["session_id"]
-    await unheard(proxy, engine, key, id, f"{SECRET} and lost")
+    proxy = await start("sessions.store_content=false", admit=10)
+    agent = await agent_of(proxy, engine, messages=SAID, **FIELDS)
+    await unheard(agent, f"{SECRET} and lost")
     if restarted:
-        proxy = await start("sessions.store_content=false")
-    again = await marked(proxy, key, 1)
+        agent.proxy = await start("sessions.store_content=false")
+    again = await agent.ask(1)
     assert again.json()["choices"][0]["message"]["content"] == f"{SECRET} and lost"
     assert len(engine.requests) == 1
+    # What reaches nobody is put again, marked so, and without its texts again.
+    await unheard(agent, f"{SECRET} to nobody")
+    assert await agent.end() == [None, "undelivered"]
     assert said_on_disk(tmp_path) == []
-
-
-async def test_an_answer_that_reached_nobody(
-    start: Start, engine: ScriptedEngine, tmp_path: Path
-) -> None:
-    """It is put again, marked so, and without its texts again."""
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(10)
-    session = await proxy.open()
-    key, id = session["api_key"], session["session_id"]
-    await talk(proxy, engine, key, 1)
-    await unheard(proxy, engine, key, id, f"{SECRET} to nobody")
-    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    recorded = await proxy.recorded(id)
-    assert [i.untrainable_reason for i in recorded] == [None, "undelivered"]
-    assert said_on_disk(tmp_path) == []
-
-
-def test_a_grader_needs_what_was_said(tmp_path: Path) -> None:
-    with fails_with(ConfigError, "store_content"):
-        config_for(
-            tmp_path,
-            "sessions.store_content=false",
-            "sessions.late_reward=grade",
-            "sessions.grader=a.b",
-        )

@@ -11,57 +11,24 @@ import pytest
 
 from any_agent.chat import chain_keys
 from any_agent.errors import StoreUnavailable
+from any_agent.keys import Lane
 from any_agent.record import InteractionTree, strip_content
-from any_agent.types import Interaction, Trajectory
+from any_agent.types import Interaction
 from proxy_ext.journal import StoredInteraction
 from proxy_ext.sessions.session import RecordedSession, add_to_tree
 from proxy_ext.sessions.tree_cache import TreeCache
 from tests.support.errors import fails_with
-from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy import HELLO, Proxy, signer, until
 from tests.support.proxy_fixtures import Start
 from tests.support.records import make_interaction
+from tests.support.retries import text_of
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import abort, finalize, played
 
 COLD = "sessions.hot_bytes=0"
 """Whatever is not in use is let go."""
 
 # -- the same as if they had stayed in memory ------------------------------------------------------
-
-
-class Talk:
-    """What an agent knows of its session: the conversations that it may go on with."""
-
-    def __init__(self, opened: dict[str, Any]) -> None:
-        self.id, self.key = opened["session_id"], opened["api_key"]
-        self.histories: list[list[dict[str, Any]]] = [HELLO]
-        self.completions: list[str] = []
-
-    async def call(self, proxy: Proxy, rng: random.Random) -> None:
-        """Go on with any of them, so that the session becomes a tree."""
-        messages = rng.choice(self.histories[-4:])
-        fields = {"stream": True} if rng.random() < 0.3 else {}
-        if fields:
-            events, done = await proxy.stream(self.key, messages)
-            assert done
-            deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
-            answer = {
-                "role": "assistant",
-                "content": "".join(d.get("content") or "" for d in deltas),
-            }
-            self.completions.append(events[0]["id"])
-        else:
-            told = await proxy.complete(self.key, messages)
-            answer = {"role": "assistant", "content": told["choices"][0]["message"]["content"]}
-            self.completions.append(told["id"])
-        said = {"role": "user", "content": f"go on {rng.randrange(1000)}"}
-        self.histories.append([*messages, answer, said])
-
-    async def reward(self, proxy: Proxy, rng: random.Random) -> None:
-        body: dict[str, Any] = {"reward": rng.random()}
-        if rng.random() < 0.5:
-            body["completion_id"] = rng.choice(self.completions)
-        response = await proxy.post("/rl/v1/set_reward", body, self.key)
-        assert response.status_code == 200, response.text
 
 
 def plain(interactions: Sequence[Interaction]) -> list[Any]:
@@ -86,32 +53,39 @@ def plain(interactions: Sequence[Interaction]) -> list[Any]:
 
 
 async def walk(proxy: Proxy, engine: ScriptedEngine, seed: int) -> tuple[list[Any], list[Any]]:
-    """Some sessions in turns: the prompts that the engine got, and what the trainer is handed."""
+    """Some sessions in turns, each a tree: the engine's prompts, and what the trainer is handed."""
     rng, trees = random.Random(seed), proxy.service.sessions.trees
     engine.requests.clear()
-    talks = [Talk(await proxy.open()) for _ in range(4)]
-    for _ in range(40):
+    opened = [await proxy.open() for _ in range(4)]
+    talks: dict[str, list[list[dict[str, Any]]]] = {s["api_key"]: [list(HELLO)] for s in opened}
+    completions: dict[str, list[str]] = {key: [] for key in talks}
+    for turn in range(30):
         # Nobody is at work now, so with COLD nothing stays.
-        trees._trim()
-        talk = rng.choice(talks)
-        if talk.completions and rng.random() < 0.3:
-            await talk.reward(proxy, rng)
+        trees.trim()
+        key = opened[turn % 4]["api_key"] if turn < 4 else rng.choice(list(talks))
+        messages = rng.choice(talks[key][-4:])
+        if rng.random() < 0.3:
+            events, _ = await proxy.stream(key, messages)
+            id, text = events[0]["id"], text_of(events)
         else:
-            await talk.call(proxy, rng)
-    for talk in talks:
-        trees._trim()
-        if not talk.completions:
-            await talk.call(proxy, rng)
-        ended = await proxy.post("/rl/v1/finalize", {"final_reward": rng.random()}, talk.key)
-        assert ended.json()["interactions"] == len(talk.completions)
-    order = [talk.id for talk in talks]
-    trees._trim()
-    leased: list[Trajectory] = []
-    while len(leased) < len(talks):
-        leased += await proxy.lease(wait=60)
-        trees._trim()
+            told = await proxy.complete(key, messages)
+            id, text = told["id"], told["choices"][0]["message"]["content"]
+        completions[key].append(id)
+        said = {"role": "user", "content": f"go on {turn}"}
+        talks[key].append([*messages, {"role": "assistant", "content": text}, said])
+        trees.trim()
+        if rng.random() < 0.4:
+            named = {"completion_id": rng.choice(completions[key])} if rng.random() < 0.5 else {}
+            reward = {"reward": rng.random(), **named}
+            assert (await proxy.post("/rl/v1/set_reward", reward, key)).status_code == 200
+    for session in opened:
+        trees.trim()
+        ended = await finalize(proxy, session, final_reward=rng.random())
+        assert ended["interactions"] == len(completions[session["api_key"]])
+    trees.trim()
+    leased = [trajectory for _ in opened for trajectory in await proxy.lease(wait=60)]
+    order = [session["session_id"] for session in opened]
     leased.sort(key=lambda t: order.index(t.session_id))
-    assert [t.session_id for t in leased] == order
     prompts = [request["input_ids"] for request in engine.requests]
     return prompts, [(plain(t.interactions), t.final_reward) for t in leased]
 
@@ -120,10 +94,8 @@ async def walk(proxy: Proxy, engine: ScriptedEngine, seed: int) -> tuple[list[An
 async def test_a_session_that_was_let_go_is_the_same(
     start: Start, engine: ScriptedEngine, tmp_path: Any, seed: int
 ) -> None:
-    warm = await start(f"root={tmp_path / 'warm'}")
-    await warm.admit(100)
-    cold = await start(f"root={tmp_path / 'cold'}", COLD)
-    await cold.admit(100)
+    warm = await start(f"root={tmp_path / 'warm'}", admit=100)
+    cold = await start(f"root={tmp_path / 'cold'}", COLD, admit=100)
     assert await walk(cold, engine, seed) == await walk(warm, engine, seed)
     assert cold.service.sessions.trees.reads > 20
     assert warm.service.sessions.trees.reads == 0
@@ -133,11 +105,8 @@ async def test_a_session_that_was_let_go_is_the_same(
 
 
 async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
-    first = await start()
-    await first.admit(100)
-    for _ in range(3):
-        session = await first.open()
-        await first.complete(session["api_key"])
+    first = await start(admit=100)
+    session = [await played(first) for _ in range(3)][-1]
     # As after a kill: the first one has written everything that it acknowledged.
     proxy = await start()
     trees = proxy.service.sessions.trees
@@ -151,127 +120,90 @@ async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
     assert trees.reads == 1
 
 
-class Reads:
-    """Holds the journal's reads of interactions, and counts them."""
-
-    def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        self.go = asyncio.Event()
-        self.error: Exception | None = None
-        self._read = proxy.service.journal.interactions
-        monkeypatch.setattr(proxy.service.journal, "interactions", self._held, raising=True)
-
-    async def _held(self, session_id: str) -> Any:
-        self.count += 1
-        await self.go.wait()
-        if self.error is not None:
-            raise self.error
-        return await self._read(session_id)
-
-
 async def one(proxy: Proxy) -> tuple[RecordedSession, TreeCache]:
     """A session with a call, let go."""
-    opened = await proxy.open()
-    await proxy.complete(opened["api_key"])
+    opened = await played(proxy)
     session = proxy.service.sessions.live[opened["session_id"]]
     await until(lambda: not session.calls)
     trees = proxy.service.sessions.trees
-    trees._trim()
+    trees.trim()
     assert not session.loaded
+    with fails_with(RuntimeError, "loaded"):
+        len(session.tree)  # it is not an empty one
     return session, trees
 
 
 @pytest.fixture
 async def cold(start: Start) -> Proxy:
-    proxy = await start(COLD)
-    await proxy.admit(100)
-    return proxy
+    return await start(COLD, admit=100)
 
 
-async def test_whoever_wants_it_shares_one_reading(
+async def test_whoever_wants_it_shares_one_reading_that_may_fail(
     cold: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, trees = await one(cold)
-    reads = Reads(cold, monkeypatch)
-    waiting = [asyncio.create_task(trees.load(session)) for _ in range(5)]
-    await until(lambda: reads.count)
-    # One that leaves takes it from nobody.
-    waiting[0].cancel()
-    reads.go.set()
-    await asyncio.gather(*waiting[1:])
-    assert reads.count == 1
-    assert len(session.tree) == 1
+    read, reads, go = cold.service.journal.interactions, 0, asyncio.Event()
 
+    async def held(session_id: str) -> Any:
+        nonlocal reads
+        reads += 1
+        await go.wait()
+        if reads == 1:
+            raise StoreUnavailable("it burns", retry_after=1)
+        return await read(session_id)
 
-async def test_a_store_that_cannot_be_read_is_told_and_asked_again(
-    cold: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, trees = await one(cold)
-    reads = Reads(cold, monkeypatch)
-    reads.go.set()
-    reads.error = StoreUnavailable("it burns", retry_after=1)
-    with pytest.raises(StoreUnavailable):
-        await trees.load(session)
-    assert not session.loaded
-    reads.error = None
-    await trees.load(session)
-    assert session.loaded
+    monkeypatch.setattr(cold.service.journal, "interactions", held)
+    for fails in (True, False):
+        go.clear()
+        waiting = [asyncio.create_task(trees.load(session)) for _ in range(5)]
+        await until(lambda fails=fails: reads == (1 if fails else 2))
+        # One that leaves takes it from nobody.
+        waiting[0].cancel()
+        go.set()
+        found = await asyncio.gather(*waiting[1:], return_exceptions=True)
+        assert [type(each) for each in found] == [StoreUnavailable if fails else type(None)] * 4
+        assert session.loaded is not fails
+    assert (reads, len(session.tree)) == (2, 1)
 
 
 async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine) -> None:
     session, trees = await one(cold)
     await trees.load(session)
     async with session.lock:
-        trees._trim()
+        trees.trim()
         assert session.loaded
     with trees.pinned(session):
-        trees._trim()
+        trees.trim()
         assert session.loaded
     release = engine.hold(at=1)
-    key = cold.service.opening._signer.key_of(lane_of(session))
-    call = asyncio.create_task(cold.complete(key))
+    call = asyncio.create_task(cold.complete(signer(cold).key_of(Lane(0, session.row.lane))))
     await until(lambda: session.calls)
-    trees._trim()
+    trees.trim()
     assert session.loaded
     release.set()
     await call
     await until(lambda: not session.calls)
-    trees._trim()
+    trees.trim()
     assert not session.loaded
     assert trees.bytes == len(trees) == 0
 
 
-def lane_of(session: RecordedSession) -> Any:
-    from any_agent.keys import Lane
-
-    return Lane(0, session.row.lane)
-
-
 async def test_what_nobody_has_wanted_for_longest_goes_first(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(100)
+    proxy = await start(admit=100)
     trees = proxy.service.sessions.trees
-    opened = [await proxy.open() for _ in range(3)]
-    for session in opened:
-        await proxy.complete(session["api_key"])
+    opened = [await played(proxy) for _ in range(3)]
     first, second, third = (proxy.service.sessions.live[s["session_id"]] for s in opened)
     await until(lambda: not any(s.calls for s in (first, second, third)))
     each = trees.bytes // 3
     await trees.load(first)
-    trees._budget = trees.bytes - 1
-    trees._trim()
+    trees.budget = trees.bytes - 1
+    trees.trim()
     assert [s.loaded for s in (first, second, third)] == [True, False, True]
-    assert trees.bytes <= trees._budget
+    assert trees.bytes <= trees.budget
     # Ended ones count no more.
-    await proxy.post("/rl/v1/sessions/x/abort".replace("x", third.id), {}, opened[2]["api_key"])
+    await abort(proxy, opened[2])
     assert trees.bytes < 2 * each
     assert len(trees) == 1
-
-
-async def test_a_tree_that_was_not_loaded_is_not_an_empty_one(cold: Proxy) -> None:
-    session, _ = await one(cold)
-    with fails_with(RuntimeError, "loaded"):
-        len(session.tree)
 
 
 # -- keys of earlier versions ----------------------------------------------------------------------
