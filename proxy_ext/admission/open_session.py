@@ -274,7 +274,7 @@ class SessionOpener:
             if granted is not None:
                 granted.refund()
             elif group is not None:
-                self._give_up_place(group)
+                await self._give_up_place(group)
             elif session.mode is SessionMode.TRAIN:
                 self._sessions.admission.release(1)
             raise
@@ -287,11 +287,13 @@ class SessionOpener:
                 self._sessions.groups.start_clock(group)
             group.update(session.row)
 
-    def _give_up_place(self, group: Group) -> None:
-        """Return the place of a session that was not opened; an expired group frees its slot."""
+    async def _give_up_place(self, group: Group) -> None:
+        """Return the place of a session that was not opened; an expired group frees its slot, and
+        may be complete without it."""
         group.promised -= 1
         if group.expired:
             self._sessions.admission.release(1)
+            await self._sessions.group_changed(group)
         else:
             self._discard_unused(group)
 

@@ -214,9 +214,6 @@ class Walker(Rank):
         with pytest.MonkeyPatch.context() as patch, suppress(AnyAgentError):
             patch.setattr(self.journal, "commit", slow)
             await self._opened(0.0)
-        for group in self._groups:
-            # A place that is given up now may close its group, which nobody tells the indexes.
-            await self.sessions.group_changed(group)
 
     def _some(self, *states: SessionState) -> list[RecordedSession]:
         found = [s for s in self.sessions.live.values() if s.state in states]
