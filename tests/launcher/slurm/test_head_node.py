@@ -278,7 +278,7 @@ def test_what_another_node_could_not_mend_ends_the_job(
     mood: str,
     more: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(component, "_MAX_RESTARTS", 2)
+    monkeypatch.setattr(component, "MAX_RESTARTS", 2)
     with (
         several(lab, *more) as node,
         fails_with(StartupError, "node 1 ", "ended 3 times") as raised,
