@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +25,6 @@ from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
 from proxy_ext.server import entry_of
-from router.affinity import home_of
-from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS, argument_of
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.router import serving
@@ -140,17 +135,6 @@ async def http(pair: Pair) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def several(work: Iterable[Awaitable[T]], at_once: int = 16) -> list[T]:
-    """Do it with so many at a time; the results in order."""
-    gate = asyncio.Semaphore(at_once)
-
-    async def one(item: Awaitable[T]) -> T:
-        async with gate:
-            return await item
-
-    return await asyncio.gather(*map(one, work))
-
-
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "gpt-4o", "messages": HELLO, "max_tokens": 4, **fields}
 
@@ -172,42 +156,6 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
 
 
 # -- sessions ----------------------------------------------------------------------------------
-
-
-@pytest.mark.service
-async def test_a_thousand_sessions_and_a_new_router(start: Start) -> None:
-    pair = await start("rollout.max_concurrent=1000", "rollout.batch_size=1000")
-    await pair.admit(1000)
-    async with (
-        RLClient(pair.url, timeout=60, trust_env=False) as client,
-        httpx.AsyncClient(base_url=pair.url, timeout=60) as http,
-    ):
-        started = await several(opened(http, wait=10) for _ in range(1000))
-        ranks = Counter(rank_of_session(s.session_id) for s in started)
-        assert abs(ranks[0] - ranks[1]) <= 1, ranks
-        recorded = await several(call(http, s.api_key) for s in started[:500])
-        await pair.end("router")
-        await pair.start_router()
-        recorded += await several(call(http, s.api_key) for s in started[500:])
-        assert recorded == [s.session_id for s in started]
-        done = await several(client.finalize(s.api_key, 1.0) for s in started)
-    assert [(info.session_id, info.interactions) for info in done] == [
-        (s.session_id, 1) for s in started
-    ]
-    for rank, proxy in pair.proxies.items():
-        assert len(proxy.service.sessions.live) == ranks[rank]
-
-
-async def test_groups_stay_together(start: Start) -> None:
-    pair = await start("rollout.max_concurrent=1000")
-    await pair.admit(1000)
-    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
-        names = [f"group-{k}" for k in range(100)] * 2
-        started = await several(client.start_session(group_id=name) for name in names)
-    ranks = [rank_of_session(s.session_id) for s in started]
-    assert ranks == [home_of(name, range(2)) for name in names]
-    # Five standard deviations of a fair coin.
-    assert 25 <= sum(rank == 0 for rank in ranks[:100]) <= 75
 
 
 async def test_a_rank_starts_again_and_its_sessions_go_on(
@@ -246,106 +194,7 @@ async def test_a_prefix_is_a_base_url(
         assert response.json()["interactions"] == 2
 
 
-async def test_without_slots_an_open_waits_for_one_anywhere(start: Start) -> None:
-    pair = await start()
-    async with httpx.AsyncClient(base_url=pair.url, timeout=60) as http:
-        opens = [asyncio.create_task(opened(http, wait=60)) for _ in range(4)]
-        waiting = [p.service.sessions.admission for p in pair.proxies.values()]
-        await until(lambda: [a.waiting for a in waiting] == [2, 2], "two wait at each rank")
-        await pair.admit(2)
-        assert len({s.session_id for s in await asyncio.gather(*opens)}) == 4
-
-
-async def test_the_client_opens_at_its_keys_home_and_goes_on_after_a_refusal(start: Start) -> None:
-    """Only rank 1 has slots: a key whose home is rank 0 is refused there, and the next is not."""
-    pair = await start()
-    await pair.proxies[1].admit(8)
-    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
-        started = await several(client.start_session(patience=60) for _ in range(8))
-    assert {rank_of_session(s.session_id) for s in started} == {1}
-
-
 # -- calls -------------------------------------------------------------------------------------
-
-
-async def test_the_first_chunk_arrives_with_the_first_token(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    """The engine makes its second token only after the client has seen the first."""
-    for _ in range(2):
-        session = await opened(http)
-        engine = pair.engines[rank_of_session(session.session_id) or 0]
-        second = engine.hold(1)
-        texts: list[str] = []
-        async with (
-            asyncio.timeout(240),
-            http.stream(
-                "POST",
-                "/v1/chat/completions",
-                json=body(stream=True, max_tokens=500),
-                headers={"Authorization": f"Bearer {session.api_key}"},
-            ) as response,
-        ):
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                text = json.loads(line[6:])["choices"][0]["delta"].get("content")
-                if not text:
-                    continue
-                if not texts:
-                    (running,) = engine.running.values()
-                    assert len(running.ids) == 1
-                    second.set()
-                texts.append(text)
-        assert len(texts) == 500
-
-
-async def test_a_calls_arguments_arrive_as_they_are_sampled(
-    pair: Pair, chat: ChatFormat, http: httpx.AsyncClient
-) -> None:
-    """The engine writes the end of the arguments only after the client has seen their middle."""
-    session = await opened(http)
-    engine = pair.engines[rank_of_session(session.session_id) or 0]
-    ids = [*chat.tokenizer.encode(CALL), chat.stop_token_ids[0]]
-    engine.say(ids)
-    rest = engine.hold(len(ids) - 25)
-    arguments = ""
-    async with (
-        asyncio.timeout(240),
-        http.stream(
-            "POST",
-            "/v1/chat/completions",
-            json=body(stream=True, max_tokens=200, tools=TOOLS),
-            headers={"Authorization": f"Bearer {session.api_key}"},
-        ) as response,
-    ):
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                arguments += argument_of(json.loads(line[6:]))
-            if "long" in arguments and not rest.is_set():
-                assert len(engine.running) == 1
-                rest.set()
-    assert json.loads(arguments) == json.loads(ARGUMENTS)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_its_generation(
-    pair: Pair, client: RLClient, stream: bool
-) -> None:
-    session = await client.start_session()
-    engine = pair.engines[rank_of_session(session.session_id) or 0]
-    engine.hold(2)
-    async with httpx.AsyncClient(base_url=pair.url) as http:
-        headers = {"Authorization": f"Bearer {session.api_key}"}
-        work = asyncio.create_task(
-            http.post("/v1/chat/completions", json=body(stream=stream), headers=headers)
-        )
-        await until(lambda: engine.running, "the engine samples")
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
-    await until(lambda: not engine.running, "the generation ends")
-    assert engine.aborted or engine.cancelled
 
 
 async def test_openais_sdk_after_a_connection_that_broke(
@@ -429,17 +278,6 @@ async def test_lease_export_and_ack_over_ranks(
     others = [await finished(client, http) for _ in range(2)]
     exported = await http.post("/rl/v1/export_trajectories", json={"session_ids": others})
     assert list(exported.json()["trajectories"]) == others
-
-
-async def test_a_poll_hears_of_what_becomes_ready(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    for _ in range(2):
-        poll = asyncio.create_task(client.lease(owner="me", wait=60))
-        session_id = await finished(client, http)
-        packed = await poll
-        assert packed is not None
-        assert [t.session_id for t in unpack_trajectories(packed)] == [session_id]
 
 
 async def test_keys_and_admin_routes(start: Start) -> None:
