@@ -65,15 +65,3 @@ async def test_a_tasks_slots_are_granted_where_its_sessions_live(pair: Pair) -> 
         homes |= ranks
     assert homes == {0, 1}
     await context.close_clients()
-
-
-async def test_a_key_stays_where_it_was_issued(pair: Pair) -> None:
-    async with ArealClient(pair.url, ADMIN) as client:
-        for _ in range(4):
-            await client.grant_capacity()
-        first = await client.start("task")
-        await played(first, 1.0)
-        following = await client.start("task", api_key=first.api_key)
-        assert following.api_key == first.api_key
-        ranks = {rank_of_session(e.session_id) for e in (first, following)}
-        assert len(ranks) == 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from router import fanout
-from router.lease import split
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
 from tests.support.router import FakeRank, Lab, Received
@@ -66,43 +65,35 @@ async def test_the_rank_that_is_behind_speaks_for_all(pair: Lab, method: str, pa
     assert data["unreachable"] == []
 
 
-async def test_a_missing_rank_is_named(pair: Lab) -> None:
+@pytest.mark.parametrize("how", ["away", "dies", "hangs", "fails"])
+async def test_a_rank_that_does_not_answer_is_named(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(fanout, "READ_TIMEOUT", 2.0)
+    error = {"error": {"code": "engine_unavailable"}}
+
+    async def handler(received: Received) -> None:
+        if how == "dies":
+            received.die()
+        elif how == "hangs":
+            await asyncio.Event().wait()
+        else:
+            await received.answer(error, status=503)
+
     says(pair.ranks[1], CAPACITY)
-    await away(pair, 0)
+    pair.ranks[0].handler = handler
+    if how == "away":
+        await away(pair, 0)
     data = (await pair.get("/rl/v1/capacity")).json()
     assert data["unreachable"] == [0]
     assert data["admitted"] == CAPACITY["admitted"]
-    assert list(data["ranks"]) == ["1"]
-
-
-async def test_a_rank_that_dies_over_it_is_named(pair: Lab) -> None:
-    async def die(received: Received) -> None:
-        received.die()
-
-    says(pair.ranks[1], CAPACITY)
-    pair.ranks[0].handler = die
-    assert (await pair.get("/rl/v1/capacity")).json()["unreachable"] == [0]
-
-
-async def test_a_rank_that_hangs_is_named(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "_READ_TIMEOUT", 2.0)
-
-    async def hang(received: Received) -> None:
-        await asyncio.Event().wait()
-
-    says(pair.ranks[1], CAPACITY)
-    pair.ranks[0].handler = hang
-    assert (await pair.get("/rl/v1/capacity")).json()["unreachable"] == [0]
-    await until(pair.ranks[0].left.is_set, "the request is given up")
-
-
-async def test_a_rank_that_fails_is_named_and_heard(pair: Lab) -> None:
-    error = {"error": {"code": "engine_unavailable"}}
-    says(pair.ranks[0], error, 503)
-    says(pair.ranks[1], {"version": 1})
-    data = (await pair.post("/rl/v1/pause")).json()
-    assert data["unreachable"] == [0]
-    assert data["ranks"] == {"0": error, "1": {"version": 1}}
+    assert data["ranks"] == {"1": CAPACITY} | ({"0": error} if how == "fails" else {})
+    if how == "hangs":
+        await until(pair.ranks[0].left.is_set, "the request is given up")
+    if how == "fails":
+        pair.ranks[1].handler = handler
+        response = await pair.get("/rl/v1/capacity")
+        assert (response.status_code, response.json()) == (503, error), "all of them do"
 
 
 async def test_without_any_rank(pair: Lab) -> None:
@@ -121,14 +112,6 @@ async def test_refusals_are_passed_on(pair: Lab) -> None:
         response = await pair.get(path)
         assert response.status_code == 403
         assert response.json() == {"error": {"code": "forbidden"}}
-
-
-async def test_errors_of_all_ranks_are_passed_on(pair: Lab) -> None:
-    for rank in pair.ranks:
-        says(rank, {"error": {"code": "store_unavailable"}}, 503)
-    response = await pair.get("/rl/v1/capacity")
-    assert response.status_code == 503
-    assert response.json() == {"error": {"code": "store_unavailable"}}
 
 
 def line(number: int) -> dict[str, Any]:
@@ -208,13 +191,3 @@ async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:
         assert received.values("authorization") == ["Bearer operator-secret"]
         # The answer is read here, so it must not be compressed.
         assert not received.values("accept-encoding")
-
-
-def test_split() -> None:
-    def rank_of(item: Any) -> int | None:
-        return item if isinstance(item, int) else None
-
-    assert split([1, 2, 1], rank_of) == {1: [1, 1], 2: [2]}
-    assert split([], rank_of) == {}
-    for bad in (None, {}, "1", [1, "x"]):
-        assert split(bad, rank_of) is None

@@ -18,7 +18,10 @@ async def test_it_says_what_runs_here_without_a_key(start_lab: StartLab, ui: boo
     url = str(lab.http.base_url).rstrip("/")
     assert f"{url}/v1 " in answer.text
     assert "docs/README.md" in answer.text and (f"{url}/ui" in answer.text) == ui
-    # It tells nobody about the run.
+    # It tells nobody about the run, and asks no rank.
+    for key in ("wrong", lab.signer.mint(0)[1]):
+        assert (await lab.get("/", key)).status_code == 200
+    assert lab.ranks[0].received == []
     assert lab.config.experiment not in answer.text.replace("any-agent", "")
     head = await lab.http.head("/")
     assert (head.status_code, head.content) == (200, b"")
@@ -30,17 +33,3 @@ async def test_a_browser_is_led_to_the_dashboard_where_there_is_one(start_lab: S
     lab = await start_lab()
     answer = await lab.get("/", **browser)
     assert (answer.status_code, answer.headers["location"]) == (303, "/ui")
-
-
-async def test_a_browser_gets_the_words_where_there_is_none(start_lab: StartLab) -> None:
-    lab = await start_lab("server.ui=false")
-    answer = await lab.get("/", Accept="text/html")
-    assert answer.status_code == 200 and "OPENAI_BASE_URL" in answer.text
-    assert (await lab.post("/")).status_code != 200 or lab.ranks[0].received
-
-
-async def test_no_rank_is_asked(start_lab: StartLab) -> None:
-    lab = await start_lab()
-    for key in (None, "wrong", lab.signer.mint(0)[1]):
-        assert (await lab.get("/", key)).status_code == 200
-    assert lab.ranks[0].received == []

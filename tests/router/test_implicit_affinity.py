@@ -206,7 +206,7 @@ async def test_a_thread_has_the_body_until_its_end(
         go_on.wait(30)
         return 0
 
-    monkeypatch.setattr(ImplicitAffinity, "_name", read)
+    monkeypatch.setattr(ImplicitAffinity, "name", read)
     asked = asyncio.create_task(tight.post(PATH, LONG, ADMIN))
     try:
         await until(begun.is_set)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 
 from tests.router.conftest import StartLab
@@ -65,18 +64,3 @@ async def test_the_sdk_reads_them(lab: Lab) -> None:
             await agent.messages.count_tokens(model="m", messages=[])
     assert (raised.value.status_code, raised.value.error_code) == (502, "reply_lost")
     assert raised.value.request_id
-
-
-async def test_what_a_rank_answers_is_passed_on(lab: Lab) -> None:
-    async def answer(received: Received) -> None:
-        assert received.values("x-api-key") == [key]
-        assert received.values("anthropic-version") == ["2023-06-01"]
-        assert received.target == "/v1/messages?beta=true"
-        await received.answer({"a": 1}, headers={"request-id": "req_1"})
-
-    key = lab.key(0)
-    lab.ranks[0].handler = answer
-    response: httpx.Response = await lab.post(
-        "/v1/messages?beta=true", BODY, **{"x-api-key": key, "anthropic-version": "2023-06-01"}
-    )
-    assert (response.json(), response.headers["request-id"]) == ({"a": 1}, "req_1")

@@ -21,10 +21,7 @@ from aiohttp.test_utils import TestServer
 from any_agent.chat import ChatFormat
 from any_agent.errors import ConfigError, StartupError
 from any_agent.keys import rank_of_session
-from any_agent.rundir.fleet import FleetFile
 from router import ProxyRouter
-from router.proxy_router import _Proxies
-from router.rank_health import RankHealth
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy
@@ -140,8 +137,6 @@ async def test_keys_are_judged_by_the_ranks(pair: list[Proxy]) -> None:
                 assert answer.status_code == status, (key, path)
             expected = 200 if key == ADMIN else 401
             assert (await http.get("/metrics", headers=headers)).status_code == expected
-        # Whoever has no key gets nowhere, so any address may be bound.
-        assert not (await router._opened("127.0.0.1"))._access.open_mode
 
 
 @pytest.mark.parametrize("pair", [[], [f"server.admin_key={ADMIN}"]], indirect=True)
@@ -215,7 +210,7 @@ async def test_while_a_proxy_is_away_requests_are_told_to_come_again(rank: FakeR
 
 async def test_it_is_closed_after_the_loop_that_used_it(rank: FakeRank) -> None:
     router = ProxyRouter([rank.url])
-    await asyncio.to_thread(asyncio.run, router._opened("127.0.0.1"))
+    await asyncio.to_thread(asyncio.run, router.opened("127.0.0.1"))
     await asyncio.wait_for(router.close(), LIMIT)
 
 
@@ -245,47 +240,6 @@ async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.service
-def test_a_script_without_its_proxies_ends_with_one_line() -> None:
-    url = f"http://127.0.0.1:{own_port()}"
-    script = f"from router import ProxyRouter; ProxyRouter(['{url}'] * 2).start('127.0.0.1', 0)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    # On a busy machine it says before that its import takes a while.
-    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("importing "))
-    assert line.startswith("error: ") and line.count(url) == 1
-
-
-async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
-    async def health(received: Received) -> None:
-        await received.answer({"status": "ok", "rank": 0})
-
-    rank = FakeRank()
-    rank.handler = health
-    await rank.start()
-    proxies = _Proxies([rank.url])
-    ranks = RankHealth(proxies, FleetFile(None, 1), wait=LIMIT)
-    try:
-        await ranks.refresh()
-        assert ranks.live == [0]
-        await rank.kill()
-        ranks.mark_failed(0)
-        await ranks.refresh()
-        assert ranks.live == []
-        await rank.start()
-        await ranks.refresh()
-        assert ranks.live == [0]
-    finally:
-        proxies.close()
-        await rank.kill()
 
 
 async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:

@@ -300,11 +300,13 @@ async def _beat(lab: Lab) -> None:
 
 
 @asynccontextmanager
-async def serving(config: Config, port: int = 0) -> AsyncIterator[tuple[Router, int]]:
-    """A router of the run, and its port."""
+async def serving(
+    config: Config, port: int = 0, url: str | None = None
+) -> AsyncIterator[tuple[Router, int]]:
+    """A router of the run, and its port; ``url``: where the world reaches it."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     port = listener.getsockname()[1]
-    async with running_router(config, listener, f"http://127.0.0.1:{port}") as router:
+    async with running_router(config, listener, url or f"http://127.0.0.1:{port}") as router:
         yield router, port

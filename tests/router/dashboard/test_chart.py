@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from router.dashboard.chart import HEIGHT, WIDTH, draw, number_text
+from router.dashboard.chart import HEIGHT, WIDTH, draw
 
 
 def points(path: str) -> list[tuple[float, float]]:
@@ -59,11 +59,3 @@ def test_a_long_run_is_thinned_to_means() -> None:
     assert len(chart.bands) <= 180
     assert {y for _, y in points(chart.lines[0].path)} == {(chart.top + chart.bottom) / 2}
     assert chart.columns[-1].label == "10000"
-
-
-def test_numbers_as_people_read_them() -> None:
-    shown = [0, 0.12345, 12.3456, 1234.5, 1234567, 0.00001, -0.5, None, math.nan, 3]
-    assert [number_text(value) for value in shown] == [
-        *("0", "0.1235", "12.35", "1\u202f234", "1\u202f234\u202f567", "1.00e-05", "-0.5"),
-        *("–", "–", "3"),
-    ]

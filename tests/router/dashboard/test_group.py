@@ -83,6 +83,7 @@ async def test_a_group_without_a_difference_is_named(
     ranks = Ranks([], **{f"s{k}": (reward, 1) for k, reward in enumerate(rewards)}, z=(None, 1))
     group = await read(ranks)
     assert group.alike is alike
+    assert not (await read(Ranks([1], a=(1.0, 1), b=(1.0, 1)))).alike, "not wholly known"
     assert len(ranks.asked) == len(rewards) + 1, "a first call was read twice"
 
 
@@ -108,8 +109,3 @@ async def test_calls_of_frozen_models_are_counted_and_not_shown() -> None:
     ranks.hidden = 2
     group = await read(ranks)
     assert [member.last and member.last.call["number"] for member in group.members] == [3, None]
-
-
-async def test_a_group_that_is_not_wholly_known_is_not_called_alike() -> None:
-    assert (await read(Ranks([], a=(1.0, 1), b=(1.0, 1)))).alike
-    assert not (await read(Ranks([1], a=(1.0, 1), b=(1.0, 1)))).alike

@@ -8,44 +8,15 @@ import pytest
 
 from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
-from router.dashboard.alarms import Alarm, Part
-from router.dashboard.overview import Group, Overview, since_step, why_waiting
+from router.dashboard.alarms import Part
+from router.dashboard.overview import Group, since_step, why_waiting
 from router.dashboard.scrape import Samples
-from router.dashboard.training import Steps
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
 from tests.support.router import Lab, Received
 
 ADMIN = "admin-key-1"
 PATH = "/rl/v1/overview"
-
-
-def test_plain_data_has_the_last_step_alone() -> None:
-    steps = [{"step": n, "seconds": {"wait": 1.0, "sync": n}} for n in range(3)]
-    run = Overview(
-        parts=[Part("router", "ready"), Part("rank-0", "away")],
-        sessions={"train": {"open": 2}},
-        slots={"waiting": 0},
-        groups=[Group("g", 1, 2, 3.5)],
-        calls_rate=None,
-        tokens_rate=0.5,
-        version=3,
-        requests_running=4,
-        steps=Steps(steps),
-        since_step={"reward": 0.5, "sessions": 4, "dull": 0},
-        waiting="",
-        why="",
-        alarms=[Alarm("bad", "what", "do")],
-    )
-    plain = run.plain()
-    assert (plain["step"], plain["phases"]) == (steps[-1], {"wait": 1.0, "sync": 1.0})
-    assert "steps" not in plain
-    assert [(part["name"], part["well"]) for part in plain["parts"]] == [
-        ("router", True),
-        ("rank-0", False),
-    ]
-    assert plain["groups"] == [{"group_id": "g", "members": 1, "size": 2, "closes_in": 3.5}]
-    assert plain["alarms"] == [{"level": "bad", "what": "what", "do": "do"}]
 
 
 TRAINS = [Part("router", "ready"), Part("trainer", "ready")]

@@ -27,7 +27,7 @@ def test_what_an_exposition_says() -> None:
 
 def test_the_names_are_those_that_the_parts_export() -> None:
     exported = {m.name for m in (*rank_metrics.METRICS, *trainer_metrics.METRICS)}
-    wanted = scrape._WANTED.pattern.removeprefix("any_agent_(").removesuffix(")").split("|")
+    wanted = scrape.WANTED.pattern.removeprefix("any_agent_(").removesuffix(")").split("|")
     for name in wanted:
         assert name == "slots_.*" or f"any_agent_{name}" in exported, name
 

@@ -39,17 +39,11 @@ def test_only_the_end_of_a_long_file_is_read(
     write(path, *map(line, range(1, 101)))
     assert len(reader.read().steps) == 100 and reader.read().whole
     assert reader.read() is reader.read()
-    monkeypatch.setattr(training, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(training, "MAX_BYTES", 1000)
     write(path, *map(line, range(1, 102)))
     run = reader.read()
     assert not run.whole and 5 < len(run.steps) < 20
     assert run.last is not None and run.last["step"] == 101
-
-
-def test_the_times_of_a_step() -> None:
-    lines = [line(k, seconds={"wait": float(k), "forward": 1.0}) for k in range(1, 21)]
-    run = parse_steps("\n".join(map(json.dumps, lines)).encode(), whole=True)
-    assert run.phases() == {"wait": sum(range(11, 21)) / 10, "forward": 1.0}
 
 
 def test_dull_sessions_are_counted_between_steps() -> None:
@@ -71,13 +65,6 @@ def test_charts_of_lines_with_anything_in_them() -> None:
     assert [chart.lines for chart in charts if chart.title == "Loss"] == [()]
     assert [row["step"] for row in table_of(run)] == [2, 1]
     assert charts_of(parse_steps(b"", whole=True)) == []
-
-
-def test_the_share_of_sessions_that_teach_nothing_has_a_chart() -> None:
-    lines = [line(1, all={"sessions": 80, "dull": 20}), line(2, all={"sessions": 0, "dull": 0})]
-    charts = charts_of(parse_steps("\n".join(map(json.dumps, lines)).encode(), whole=True))
-    [chart] = [each for each in charts if each.title == "All alike"]
-    assert chart.lines[0].last == "0.25"
 
 
 def test_rewards_by_name_have_a_chart_where_there_are_any() -> None:

@@ -35,9 +35,7 @@ def test_the_places_of_calls_in_their_tree() -> None:
     ]
     assert [turn.parent for turn in turns] == [None, 1, 1, 2, None, 5]
     assert [len(turn.rewards) for turn in turns] == [0, 0, 1, 0, 0, 0]
-
-
-def test_a_page_begins_below_a_call_that_it_does_not_show() -> None:
+    # A page begins below a call that it does not show.
     (turn,) = turns_of([call(26, 25)], [])
     assert (turn.place, turn.parent) == ("continues", None)
 
@@ -69,9 +67,3 @@ def test_a_page_begins_below_a_call_that_it_does_not_show() -> None:
 )
 def test_messages_in_pieces(message: dict[str, Any], pieces: list[tuple[str, str]]) -> None:
     assert [(piece.kind, piece.text) for piece in message_of(message).pieces] == pieces
-
-
-def test_a_tools_answer_names_its_call() -> None:
-    assert (
-        message_of({"role": "tool", "tool_call_id": "call_1", "content": ""}).role == "tool call_1"
-    )

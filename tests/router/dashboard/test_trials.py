@@ -38,15 +38,6 @@ def test_the_others_that_have_made_a_step_the_latest_first(tmp_path: Path) -> No
     assert {name: run.last for name, run in beside.items()} == {"old": {"step": 1, "reward": 0.5}}
 
 
-def test_no_more_than_three_are_drawn(tmp_path: Path) -> None:
-    mine = trial(tmp_path, "mine", at=9)
-    for k in range(30):
-        trial(tmp_path, f"t{k}", at=k)
-    choices, beside = trials_beside(mine, ",".join(f"t{k}" for k in range(20, 30)))
-    assert len(choices) == 20 and list(beside) == ["t29", "t28", "t27"]
-    assert [each.link for each in choices[:4]] == ["t28,t27", "t29,t27", "t29,t28", None]
-
-
 def test_an_experiment_that_is_gone(tmp_path: Path) -> None:
     run = RunDir.of(tmp_path / "none", "me", "exp", "mine")
     assert trials_beside(run, "x") == ([], {}) and serve_commands(run) == []
