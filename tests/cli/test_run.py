@@ -17,8 +17,6 @@ import psutil
 import pytest
 
 from any_agent.cli.main import main
-from any_agent.cli.run import table
-from any_agent.sdk.program.run import ProgramRun
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Served
@@ -192,15 +190,6 @@ def test_wrong_input(
     assert message in capsys.readouterr().err
 
 
-def test_no_service_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("ANY_AGENT_URL", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert main(["run", "--", "true"]) == 2
-    assert "--url" in capsys.readouterr().err
-
-
 @pytest.mark.service
 async def test_the_programs_own_options_are_its_own(served: Served, tmp_path: Path) -> None:
     program = agent(tmp_path, "ask(); print(sys.argv[1:])")
@@ -209,9 +198,3 @@ async def test_the_programs_own_options_are_its_own(served: Served, tmp_path: Pa
         async with typed(served, "--reward-on-failure", "0", *dashes, *program, *arguments) as run:
             _, out, err = await said(run)
         assert out == f"{arguments}\n", err
-
-
-def test_a_note_is_whole() -> None:
-    # What to do stands at its end.
-    error = f"{'what failed, ' * 30}so do this"
-    assert table([ProgramRun(run=0, state="failed", error=error)]).splitlines()[1].endswith(error)

@@ -17,22 +17,19 @@ def settings(*overrides: str) -> Config:
     return load_config(None, overrides, environ={})
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_options_come_as_text_list_or_mapping() -> None:
+    for given in (
         "--mem-fraction-static 0.8 --enable-metrics",
         "[--mem-fraction-static, '0.8', --enable-metrics]",
         "{mem_fraction_static: 0.8, enable-metrics: true, disable-cuda-graph: false}",
-    ],
-)
-def test_options_come_as_text_list_or_mapping(given: str) -> None:
-    config = settings(SGLANG, f"engine.arguments={given}")
-    assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
-
-
-def test_an_option_may_have_several_values() -> None:
+    ):
+        config = settings(SGLANG, f"engine.arguments={given}")
+        assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
     config = settings(SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}")
     assert config.engine.arguments == ("--cuda-graph-bs", "1", "2")
+    for given in ("python=/usr/bin/python3", "gpus=2", "arguments=--x"):
+        with fails_with(ConfigError, "engine.kind=sglang"):
+            settings(f"engine.{given}")
 
 
 @pytest.mark.parametrize(
@@ -57,22 +54,11 @@ def test_what_the_service_says_itself_is_refused_by_name(given: str, fix: str) -
     assert "s3cret" not in caught.value.message
 
 
-@pytest.mark.parametrize("given", ["python=/usr/bin/python3", "gpus=2", "arguments=--x"])
-def test_what_is_sglangs_is_refused_for_another_engine(given: str) -> None:
-    with fails_with(ConfigError, "engine.kind=sglang"):
-        settings(f"engine.{given}")
-
-
-def test_variables_are_texts(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("engine: {environment: {OMP_NUM_THREADS: 1, A: b}}\n")
-    assert load_config(path, environ={}).engine.environment == {"OMP_NUM_THREADS": "1", "A": "b"}
-
-
 def test_settings_survive_the_file_that_parts_read(tmp_path: Path) -> None:
     import yaml
 
-    config = settings(SGLANG, "engine.arguments={a-b: 1}", "engine.environment={X: 2}")
+    config = settings(SGLANG, "engine.arguments={a-b: 1}", "engine.environment={X: 2, A: b}")
+    assert config.engine.environment == {"X": "2", "A": "b"}, "variables are texts"
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(config.dump()))
     assert load_config(path, environ={}).engine == config.engine

@@ -27,13 +27,10 @@ rollout: {tokenizer_path: "${tokenizer_path}", fileroot: "${ experiment_name }"}
 """
 
 
-def test_whole_values_are_those_of_other_names(tmp_path: Path) -> None:
+def test_what_changes_a_setting_changes_what_names_it(tmp_path: Path) -> None:
     config = load(tmp_path, THEIRS)
     assert (config.model.path, str(config.rollout.tokenizer_path)) == ("a/b", "a/b")
     assert str(config.rollout.fileroot) == "mine"
-
-
-def test_what_changes_a_setting_changes_what_names_it(tmp_path: Path) -> None:
     config = load(tmp_path, THEIRS, "actor.path=c", ANY_AGENT_EXPERIMENT="yours")
     assert (config.model.path, str(config.rollout.tokenizer_path)) == ("c", "c")
     assert (config.experiment, str(config.rollout.fileroot)) == ("yours", "yours")

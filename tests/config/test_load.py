@@ -17,18 +17,12 @@ def write(folder: Path, data: Any) -> Path:
     return path
 
 
-def test_the_defaults_are_valid_and_open_to_this_machine_only() -> None:
-    config = load_config(environ={})
-    assert config.server.host == "127.0.0.1"
-    assert config.sampling.temperature == config.sampling.top_p == 1
-    assert (config.rollout.eta, config.train.is_cap) == (2, 5.0)
-
-
 def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path) -> None:
     path = write(tmp_path, {"train": {"lr": 1e-3, "steps": 3, "seed": 4}, "trial": "yaml"})
     environ = {"ANY_AGENT_TRAIN__LR": "2e-3", "ANY_AGENT_TRAIN__STEPS": "5", "PATH": "/bin"}
     config = load_config(path, ["train.lr=3e-3", "--server.port=0"], environ)
     assert (config.train.lr, config.train.steps, config.train.seed) == (3e-3, 5, 4)
+    assert config.server.host == "127.0.0.1", "by default nobody else is served"
     assert (config.server.port, config.trial, config.train.grad_clip) == (0, "yaml", 1.0)
 
 
@@ -121,17 +115,12 @@ def test_an_empty_admin_key_is_refused(tmp_path: Path) -> None:
     assert load_config(None, ["server.admin_key=null"], {}).server.admin_key is None
 
 
-@pytest.mark.parametrize("name", ["2026-11-20", "007", "1e5", "on", "1_000", "3.14"])
-def test_names_are_text_whatever_they_look_like(name: str) -> None:
-    assert load_config(None, [f"trial={name}"], {}).trial == name
-    assert load_config(None, [], {"ANY_AGENT_EXPERIMENT": name}).experiment == name
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), (".5", 0.5), ("7", 7.0), ("+1e2", 100.0)]
-)
-def test_numbers_may_have_exponents(text: str, value: float) -> None:
-    assert load_config(None, [f"train.lr={text}"], {}).train.lr == value
+def test_texts_and_numbers_are_what_their_setting_is() -> None:
+    for name in ("2026-11-20", "007", "1e5", "on", "1_000", "3.14"):
+        assert load_config(None, [f"trial={name}"], {}).trial == name
+        assert load_config(None, [], {"ANY_AGENT_EXPERIMENT": name}).experiment == name
+    for text, value in (("1e-3", 1e-3), ("2E5", 2e5), (".5", 0.5), ("7", 7.0), ("+1e2", 100.0)):
+        assert load_config(None, [f"train.lr={text}"], {}).train.lr == value
 
 
 def test_a_section_that_is_null_until_one_of_its_settings_is_given(tmp_path: Path) -> None:
@@ -174,9 +163,6 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> Non
     path = write(tmp_path, text)
     with fails_with(ConfigError, says, str(path)):
         load_config(path, [], {})
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with fails_with(ConfigError, "nothing.yaml"):
         load_config(tmp_path / "nothing.yaml", [], {})
 

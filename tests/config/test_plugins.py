@@ -41,10 +41,6 @@ def test_each_process_imports_them_once_and_in_order(folder: Path) -> None:
         del sys.modules[name]
 
 
-def test_who_resolves_the_settings_imports_nothing(folder: Path) -> None:
-    assert resolved(folder, "no_such_plugin").exists()
-
-
 @pytest.mark.parametrize(
     ("code", "problem"),
     [

@@ -72,9 +72,6 @@ def test_other_processes_read_what_own_fields_are_not_in(tmp_path: Path) -> None
     plain = load_config(None, ["train.lr=1e-3"], {})
     assert load_resolved(path, {}) == config.base() == plain
     assert type(config.base()) is Config
-
-
-def test_the_base_keeps_its_secrets() -> None:
     config, _ = load_expr_config(["server.admin_key=0123456789"], OwnConfig)
     key = config.base().server.admin_key
     assert key is not None and key.get_secret_value() == "0123456789"

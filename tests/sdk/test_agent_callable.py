@@ -102,12 +102,6 @@ async def test_an_agent_is_given_what_it_asks_for() -> None:
     assert await given(f"{__name__}.named") == ("item", "k", URL)
 
 
-def test_its_name_says_what_is_called() -> None:
-    assert AgentCallable(Trained()).name == f"{__name__}.Trained.run"
-    assert AgentCallable(named).name == f"{__name__}.named"
-    assert AgentCallable(Trained()).wants_http_client and not AgentCallable(named).wants_http_client
-
-
 @pytest.mark.parametrize(
     ("agent", "kwargs", "said"),
     [

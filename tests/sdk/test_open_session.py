@@ -40,8 +40,8 @@ class Full:
 def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     full = Full()
     monkeypatch.setattr(opening, "time", full)
-    monkeypatch.setattr(opening, "_next_notice", -math.inf)
-    monkeypatch.setattr(opening, "_asks_early", True)
+    monkeypatch.setattr(opening, "next_notice", -math.inf)
+    monkeypatch.setattr(opening, "asks_early", True)
     monkeypatch.setattr(backoff, "time", full)
     monkeypatch.setattr(backoff, "jittered", lambda *_: 0.0)
     return full
@@ -70,15 +70,6 @@ async def test_the_first_wait_says_within_seconds_what_it_waits_for(
     assert said(caplog) == []
 
 
-async def test_the_first_to_wait_need_not_be_the_first_to_open(
-    full: Full, caplog: pytest.LogCaptureFixture
-) -> None:
-    free = cast(RLClient, SimpleNamespace(start_session=AsyncMock()))
-    await opening.open_session(free, SERVICE, {}, wait=50, idempotency_key=None)
-    await waits(full, 50)
-    assert len(said(caplog)) == 1
-
-
 async def test_a_callers_key_has_one_body(full: Full, caplog: pytest.LogCaptureFixture) -> None:
     """The service refuses a key that comes with another one."""
     start = AsyncMock(side_effect=full.start_session)
@@ -89,13 +80,9 @@ async def test_a_callers_key_has_one_body(full: Full, caplog: pytest.LogCaptureF
     assert all(call == start.await_args for call in start.await_args_list)
 
 
-async def test_a_long_one_says_it_again(full: Full, caplog: pytest.LogCaptureFixture) -> None:
-    await waits(full, 100)
-    first, second = said(caplog)
-    assert "waited 2 s" in first and "waited 77 s" in second
-
-
 async def test_of_many_that_wait_one_says_it(full: Full, caplog: pytest.LogCaptureFixture) -> None:
     full.waiting = 100
+    free = cast(RLClient, SimpleNamespace(start_session=AsyncMock()))
+    await opening.open_session(free, SERVICE, {}, wait=50, idempotency_key=None)
     await asyncio.gather(*(waits(full, 1000) for _ in range(full.waiting)))
     assert 10 <= len(said(caplog)) <= 1 + 1000 / 60

@@ -65,6 +65,14 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
         await log.ended(DONE)
         await log.close()
         assert file.read_bytes() == content
+    # Of its first line: nothing was run, so there is nothing to go on from.
+    for torn in (content[:1], content[:40]):
+        file.write_bytes(torn)
+        log = opened(file)
+        assert log.header is None
+        await log.begin(HEADER)
+        await log.close()
+        assert file.read_bytes() == content[: content.index(b"\n") + 1]
 
 
 @pytest.mark.parametrize(
@@ -88,20 +96,6 @@ def test_a_file_that_is_no_runners_is_refused_and_left_as_it_is(
     with fails_with(ConfigError, file, named):
         opened(file)
     assert file.read_text() == content
-
-
-async def test_killed_while_it_wrote_its_first_line(tmp_path: Path) -> None:
-    """Nothing was run, so there is nothing to go on from."""
-    file = tmp_path / "r.jsonl"
-    await written(file)
-    whole = file.read_bytes()
-    for torn in (whole[:1], whole[:40]):
-        file.write_bytes(torn)
-        log = opened(file)
-        assert log.header is None
-        await log.begin(HEADER)
-        await log.close()
-        assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
 
 
 async def test_a_character_that_has_no_encoding_is_written_as_a_question_mark(
@@ -181,11 +175,3 @@ async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
     await log.ended(DONE)
     await log.close()
     assert file.read_bytes().startswith(before)
-
-
-async def test_without_a_file_nothing_is_written() -> None:
-    log = ResultsLog(None)
-    log.open()
-    await log.begin(HEADER)
-    await log.ended(DONE)
-    await log.close()

@@ -140,36 +140,6 @@ async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_
     assert len(await leased(served.proxy)) == 2
 
 
-async def test_a_run_that_was_cancelled_in_the_middle_goes_on(
-    served: Served, tmp_path: Path
-) -> None:
-    file = tmp_path / "r.jsonl"
-    hold, held = True, 0
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-            nonlocal held
-            await one.ask(item)
-            if hold and item["question"] != "Say 0.":
-                held += 1
-                await asyncio.sleep(60)
-            return 1.0
-
-        running = asyncio.create_task(runner(file).arun(agent, ITEMS[:3]))
-        await until(lambda: held == 4 and results_in(file) == 2)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert results_in(file) == 2
-        now = await served.proxy.capacity()
-        assert (now["running"], now["reserved"], now["buffered"]) == (0, 4, 2)
-        hold = False
-        results = await runner(file).arun(agent, ITEMS[:3])
-    assert sorted(result.attempts for result in results) == [1, 1, 2, 2, 2, 2]
-    trained = places(await leased(served.proxy))
-    assert [len(set(members)) for members in trained.values()] == [2, 2, 2]
-
-
 async def test_runs_whose_group_went_on_without_them_make_another(
     served: Served, tmp_path: Path
 ) -> None:

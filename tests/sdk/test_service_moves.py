@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from any_agent import AgentRunner, AgentSession
+from any_agent import AgentSession
 from any_agent.client import service_url
 from any_agent.client.aiohttp_transport import AiohttpTransport, Response
 from any_agent.client.retry_transport import RetryTransport
@@ -51,7 +51,7 @@ async def second() -> AsyncIterator[Server]:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Another test's service may have had the port that this test's first server gets.
-    monkeypatch.setattr(service_url, "_files", {})
+    monkeypatch.setattr(service_url, "known_files", {})
     return tmp_path / "url"
 
 
@@ -100,27 +100,19 @@ async def test_a_file_that_holds_no_url_is_refused_without_a_word_of_it(
             await client.run_info()
 
 
-def test_a_file_that_everybody_may_write_is_refused(place: Path) -> None:
+def test_a_file_that_others_may_write_or_replace_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(place, "http://10.0.0.1:8000")
     place.chmod(0o646)
     with fails_with(ConfigError, f"write the file {place}"):
         find_service(place.as_uri())
     place.chmod(0o664)
-    assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
-
-
-def test_a_file_that_everybody_may_replace_is_refused(place: Path) -> None:
-    put(place, "http://10.0.0.1:8000")
     place.parent.chmod(0o777)
     with fails_with(ConfigError, f"the file {place}", "its folder"):
         find_service(place.as_uri())
     place.parent.chmod(0o1777)  # as /tmp
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
-
-
-def test_a_file_of_another_user_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(place, "http://10.0.0.1:8000")
-    place.parent.chmod(0o1777)
     real = os.fstat
 
     def anothers(number: int) -> os.stat_result:
@@ -329,30 +321,3 @@ async def test_a_session_goes_on_where_its_service_is(served: Served, place: Pat
             await client.close()
         info = await served.info(session.session_id)
     assert (info["state"], info["interactions"]) == ("finalized", 3)
-
-
-@pytest.mark.service
-async def test_a_runner_follows(served: Served, place: Path) -> None:
-    """While its agents run, the service goes to another place: what they do after that, the rewards
-    and the ends go there."""
-    async with AsyncExitStack() as stack:
-        earlier = await stack.enter_async_context(place_of(served.url))
-        write(place, earlier)
-
-        async def agent(item: str, session: AsyncSession) -> float:
-            # Not patient, and of before.
-            async with AsyncOpenAI(
-                base_url=session.base_url, api_key=session.api_key, max_retries=0
-            ) as client:
-                await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
-                await stack.aclose()
-                later = await stack.enter_async_context(place_of(served.url))
-                write(place, later)
-                await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
-            return 1.0
-
-        runner = AgentRunner(
-            url=place.as_uri(), group_size=2, concurrency=1, progress=False, retries=0
-        )
-        results = await runner.arun(agent, ["a"])
-        assert [result.state for result in results] == ["finalized"] * 2

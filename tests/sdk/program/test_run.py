@@ -164,23 +164,15 @@ async def test_a_reward_command_gets_no_key_of_ours(
 ) -> None:
     """Whatever variable has it."""
     kept = {"OPENAI_API_KEY": served.tenant_key, "HEADER": f"Bearer {served.tenant_key}"}
-    env = without_ours(
-        {"PATH": os.environ["PATH"], **kept, "ANY_AGENT_API_KEY": "x"}, served.tenant_key
-    )
+    # A judge that it asks is another model, under another key.
+    own = {"PATH": os.environ["PATH"], "JUDGES_KEY": "theirs"}
+    env = without_ours({**own, **kept, "ANY_AGENT_API_KEY": "x"}, served.tenant_key)
     command = f"cat > /dev/null; env > {tmp_path / 'env'}; echo 1"
     result = await only(make(source=RewardSource(command=command, env=env)))
     assert result.reward == 1.0
     told = (tmp_path / "env").read_text()
     assert served.tenant_key not in told and "sk-" not in told
-    assert "ANY_AGENT_SESSION_ID=" in told and "PATH=" in told
-
-
-async def test_rewards_are_given_in_their_authors_environment(make: Make, served: Served) -> None:
-    """A judge that a reward command asks is another model, under another key."""
-    env = {**os.environ, "OPENAI_API_KEY": "the-judges"}
-    command = '[ "$OPENAI_API_KEY" = the-judges ] && [ -n "$ANY_AGENT_SESSION_ID" ] && echo 1'
-    result = await only(make(source=RewardSource(command=command, env=env)))
-    assert (result.state, result.reward) == ("finalized", 1.0)
+    assert "ANY_AGENT_SESSION_ID=" in told and "PATH=" in told and "JUDGES_KEY=theirs" in told
 
 
 @pytest.mark.parametrize(
@@ -219,23 +211,6 @@ async def test_a_program_that_never_calls_the_model(make: Make, served: Served, 
     result = await only(make("pass", source=RewardSource(command="echo 1"), mode=mode))
     assert result.state == "failed"
     assert "OPENAI_BASE_URL" in await reason(served, result)
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("echo fine", "the reward command says fine: that is no number"),
-        ("exit 3", "the reward command ended with exit code 3"),
-        ("sleep 600", "the reward command took more than 0.5 s"),
-    ],
-)
-async def test_a_reward_command_that_gives_none(
-    make: Make, served: Served, command: str, said: str
-) -> None:
-    source = RewardSource(command=command, limit=0.5 if "sleep" in command else 60)
-    result = await only(make(source=source, failure_reward=0.0))
-    assert (result.state, result.error) == ("failed", said)
-    assert (await reason(served, result)).partition(": ")[2] == said
 
 
 async def test_a_reward_in_a_file(make: Make, served: Served, tmp_path: Path) -> None:
@@ -314,44 +289,6 @@ async def test_a_key_that_is_not_taken_ends_the_runs(make: Make, served: Served)
         await runs.run()
         assert runs.stopped is not None and runs.stopped.status == 401
         assert exit_code(runs) == 3
-
-
-async def test_another_server_at_the_url_ends_the_runs(make: Make) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        runs = make(service=ServiceAddress(f"http://127.0.0.1:{port}"))
-        await runs.run()
-    assert runs.stopped is not None and "is no service of any-agent" in runs.stopped.message
-    assert exit_code(runs) == 3
-
-
-async def test_a_service_of_another_version(make: Make, tmp_path: Path) -> None:
-    run = {"experiment": "e", "trial": "t", "user": "u", "model": "m", "state": "training"}
-    body = json.dumps({**run, "version": 0, "step": 0, "checkpoint": None}).encode()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b"HTTP/1.1 200 OK\r\nx-any-agent-api: 2\r\ncontent-length: %d\r\n\r\n" % len(body)
-        writer.write(head + body)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        does = f"open({str(tmp_path / 'started')!r}, 'w')"
-        runs = make(does, service=ServiceAddress(f"http://127.0.0.1:{port}"))
-        await runs.run()
-    assert runs.stopped is not None and "speaks version 2" in runs.stopped.message
-    assert exit_code(runs) == 3
-    assert not (tmp_path / "started").exists()
 
 
 async def test_training_that_has_ended(make: Make, served: Served) -> None:
