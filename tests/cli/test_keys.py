@@ -125,7 +125,6 @@ def test_no_such_trial(run: Run, trial: RunDir) -> None:
     ("arguments", "says"),
     [
         ((), "COMMAND"),
-        (("revoke",), "ID"),
         (("create",), "--scope"),
         (("create", "--scope", "session"), "there is no 'session'"),
         (("create", "--scope", "tenant"), "--tenant"),

@@ -168,8 +168,7 @@ async def test_a_key_and_a_router_are_needed(tmp_path: Path, proxy: Proxy) -> No
         said = await status(url)
         assert said.code == 2 and "no key was given" in said.err
         assert (await status(url, "--key", "admin-key-1")).code == 0
-    said = await status(proxy.url)
-    assert said.code == 2 and "not that of a rank" in said.err
+    assert (await status(proxy.url)).code == 2
 
 
 @pytest.mark.service
