@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from any_agent.cli.status import screen
-from any_agent.types import SessionState
 from tests.support.proxy import Proxy
 from tests.support.router import Lab, running_lab
 
-GLOSSARY = Path(__file__).parents[2] / "docs/reference/glossary.md"
 RUN: dict[str, Any] = {
     "trial": "exp/one",
     "parts": [
@@ -106,22 +104,6 @@ def test_slots_are_shown_as_the_trainer_gives_them() -> None:
         assert slots(run)
     (starting,) = slots(_with_trainer("starting"))
     assert "trainer" in starting and "16" not in starting
-
-
-def test_its_words_are_in_the_glossary() -> None:
-    rows = GLOSSARY.read_text().split("| word | meaning |")
-    words = {
-        word.strip().removesuffix("/s")
-        for row in "".join(rows[1:]).splitlines()
-        for word in row.removeprefix("| ").split(" | ")[0].split(", ")
-    }
-    texts = [text for _, text in screen(RUN, "http://x")]
-    parts = next(k for k, text in enumerate(texts) if text.startswith("PART"))
-    figures = [re.sub(r" \S+$", "", figure) for figure in re.split(r" {2,}", texts[2])[1:]]
-    labels = [text[:10].strip() for text in texts[parts + len(RUN["parts"]) + 2 :]]
-    said = [*figures, *texts[parts].lower().split(), *labels]
-    assert {word.removesuffix("/s") for word in said} - words == set()
-    assert all(state.replace("_", " ") in rows[0] + rows[1] for state in SessionState)
 
 
 class Said(NamedTuple):

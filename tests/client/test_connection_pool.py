@@ -70,18 +70,6 @@ async def test_a_body_that_is_left_holds_nothing(server: Counting) -> None:
         assert (await http.get(f"{server.url}/a")).text == "/a"
 
 
-async def test_errors_are_of_httpx_classes(server: Counting) -> None:
-    server.together = 2
-    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
-        with pytest.raises(httpx.ReadTimeout):
-            await http.get(f"{server.url}/a", timeout=0.2)
-        task = asyncio.create_task(http.get(f"{server.url}/a"))
-        assert (await http.get(f"{server.url}/b")).text == "/b"
-        assert (await task).text == "/a"
-        with pytest.raises(httpx.ConnectError):
-            await http.get("http://127.0.0.1:1/")
-
-
 async def test_proxies_of_the_environment_are_used_if_they_are_trusted(
     server: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,11 +123,6 @@ def test_public_engines_are_refused() -> None:
     engines.require_engines(settings("engine.urls=http://10.0.0.1:30000", "server.ranks=1"))
 
 
-def test_sglang_has_longer_to_start() -> None:
-    sglang, own = (settings(f"engine.kind={kind}") for kind in ("sglang", "embedded"))
-    assert engines.start_timeout(sglang) > engines.start_timeout(own)
-
-
 @pytest.mark.service
 def test_a_node_deals_out_its_gpus_and_again_to_one_that_restarts(
     lab: Lab, monkeypatch: pytest.MonkeyPatch

@@ -133,19 +133,6 @@ def test_a_rank_is_drained_and_ends(lab: Lab, ranks: Any) -> None:
         assert {part.name for part in node.parts.values() if part.state != "ready"} <= {"trainer"}
 
 
-def test_a_rank_may_be_done_before_its_engine_has_ended(
-    lab: Lab, ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_control, "LEAVE", 1.0)
-    with lab.node() as node:
-        assert ranks(node, "drain", "0")[0] == 0
-        lab.enter("rank-0", retired=True, unfinished=0, replayable=True)
-        checked_until(node, lambda: fleet_of(node).state(0) == "drained")
-        lab.enter("rank-0", **DONE)
-        checked_until(node, lambda: not {"engine-0", "rank-0"} & node.parts.keys())
-        assert fleet_of(node).ranks == (1,)
-
-
 def test_a_drained_rank_needs_no_engine_of_its_own(lab: Lab) -> None:
     config = lab.config()
     with lab.node() as node:
@@ -184,17 +171,6 @@ def test_a_request_that_is_still_being_written_is_left_alone(lab: Lab, ranks: An
         half.write_text("{")
         assert ranks(node, "drain", "0")[0] == 0
         assert half.exists()
-
-
-def test_ranks_beyond_the_gpus_share_them(
-    lab: Lab, ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with lab.node("server.ranks=1") as node:
-        assert node.gpus.trainer == ("0", "1")
-        assert ranks(node, "add")[0] == 0, "embedded engines share a GPU"
-        checked_until(node, lambda: node.parts["engine-1"].state == "ready")
-        assert lab.start_of(node, "engine-1")["gpus"] == "2"
 
 
 def test_a_rank_that_cannot_start_ends_nothing_else(lab: Lab, ranks: Any) -> None:

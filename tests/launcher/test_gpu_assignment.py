@@ -45,11 +45,6 @@ def test_what_is_not_started_here_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) 
     engines.require_devices(plugins, trains=True)
 
 
-def test_cuda_with_a_gpu_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "sees_gpu", lambda: True)
-    engines.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
-
-
 def test_a_gpu_is_seen_unless_it_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engines.sees_gpu(tmp_path)
     (tmp_path / "nvidiactl").touch()

@@ -101,14 +101,6 @@ def test_without_a_terminal_a_change_of_health_is_said_at_once_and_figures_seldo
     assert said[9:] == [after.line]
 
 
-def test_figures_within_an_alarm_are_no_change() -> None:
-    said: list[str] = []
-    report = HealthReport(said.append, None)
-    for n in range(3):
-        report.update(*looks({"alarms": [ALARM | {"what": f"{n} of 20 sessions taught nothing."}]}))
-    assert len(said) == 2
-
-
 def test_on_a_terminal_the_line_is_rewritten_and_alarms_stay() -> None:
     said: list[str] = []
     shown: list[str] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,23 +136,6 @@ async def _opened_while_granted(lab: Lab, headers: dict[str, str], *, left: bool
     slots[1].grants = int(left)
     go_on.set()
     return await opening
-
-
-async def test_where_nothing_is_granted_each_rank_is_asked_once(start_lab: StartLab) -> None:
-    """Many opens at once do not wait for each other."""
-    lab = await start_lab(ranks=3)
-    asked: Counter[int] = Counter()
-    for each in lab.ranks:
-        slots = Slots(each, trainers=20)
-
-        async def counted(received: Received, slots: Slots = slots) -> None:
-            asked[slots.rank.number] += bool(received.values(GRANT_ONLY_HEADER))
-            await slots.answer(received)
-
-        each.handler = counted
-    done = await asyncio.gather(*(opened(lab, {"task_id": task_of(0, 3)}) for _ in range(8)))
-    assert done == [on(0, granted=False)] * 8
-    assert asked == {0: 8, 1: 8, 2: 8}
 
 
 async def test_a_rank_that_hangs_is_not_asked_again_for_a_while(

@@ -7,13 +7,11 @@ import asyncio
 import pytest
 
 from any_agent.errors import ReplyLost
-from any_agent.rundir.registry import publish
 from router import rank_health as health
 from tests.router.conftest import StartLab
 from tests.support.proxy import LIMIT, until
 from tests.support.router import Lab, Received
 
-GET = b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
 
 
@@ -148,19 +146,6 @@ async def test_a_rank_that_stays_away(start_lab: StartLab) -> None:
     assert int(response.headers["retry-after"]) > 0
     assert "x-should-retry" not in response.headers
     assert lab.router.ranks.waiting == 0
-
-
-async def test_a_rank_that_says_that_it_stops_gets_nothing_more(lab: Lab) -> None:
-    rank = lab.ranks[0]
-    lab.silent.add(0)
-    stopping = rank.entry().model_copy(update={"state": "stopping"})
-    publish(lab.registry, stopping)
-    await until(lambda: not lab.router.ranks.live, "the router reads it")
-    call = asyncio.create_task(lab.post("/v1/x", {}, lab.key(0)))
-    await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
-    assert not rank.received
-    lab.silent.discard(0)
-    assert (await call).status_code == 200
 
 
 async def test_waiting_requests_are_bounded(
@@ -301,16 +286,3 @@ async def test_a_body_that_comes_too_slowly_or_not_at_all_reaches_no_rank(
                 assert " 400 " in await wire.head()
     assert (await lab.post("/v1/y")).status_code == 200
     assert [r.target for r in lab.ranks[0].received] == ["/v1/y"]
-
-
-async def test_pipelined_requests_are_answered_in_order(lab: Lab) -> None:
-    async def answer(received: Received) -> None:
-        await received.answer({"target": received.target})
-
-    lab.ranks[0].handler = answer
-    wire = await lab.connect()
-    await wire.send(GET.replace(b"/v1/x", b"/v1/1") + GET.replace(b"/v1/x", b"/v1/2"))
-    for number in (b"1", b"2"):
-        head = await wire.head()
-        length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
-        assert number in await wire.take(length)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from any_agent.rundir.fleet import Fleet, save_fleet
@@ -65,18 +63,6 @@ async def test_an_idempotency_key_is_known_where_it_was_answered(grown: Lab) -> 
     before, now = homes_of(f"key {key}", GROWN)
     assert (await grown.post(START, {}, **{"Idempotency-Key": key})).status_code == 200
     assert (told(grown.ranks[before]), told(grown.ranks[now])) == (["2 member"], [])
-
-
-async def test_the_earlier_home_is_waited_for(grown: Lab) -> None:
-    """It alone knows whether it has the group."""
-    before, now = homes_of(MOVED, GROWN)
-    home = grown.ranks[before]
-    await home.kill()
-    call = asyncio.create_task(grown.post(START, {"group_id": MOVED}))
-    await until(lambda: grown.router.ranks.waiting == 1, "the open waits")
-    await grown.restart(home)
-    assert (await call).status_code == 200
-    assert not grown.ranks[now].received
 
 
 async def test_a_rank_that_knows_a_newer_fleet_sends_the_router_back(grown: Lab) -> None:

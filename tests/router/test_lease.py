@@ -59,16 +59,6 @@ async def test_a_session_that_is_named_beside_changes_nothing(pair: Lab, where: 
 NAMED = "X-Any-Agent-Session"
 
 
-async def test_an_ack_waits_for_its_rank(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = ack
-    await pair.ranks[0].kill()
-    call = asyncio.create_task(pair.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]}))
-    await until(lambda: pair.router.ranks.waiting == 1, "it waits")
-    await pair.restart(pair.ranks[0])
-    assert (await call).json() == {"acked": 2}
-
-
 async def test_an_ack_that_one_rank_refuses(pair: Lab) -> None:
     async def lost(received: Received) -> None:
         await received.answer({"error": {"code": "lease_lost"}}, status=409)
@@ -208,14 +198,6 @@ async def test_a_poll_sees_every_rank_and_survives_one(
     assert (await call).content == b"group"
 
 
-async def test_a_poll_without_a_wait_of_its_own_waits(pair: Lab) -> None:
-    shelves = [Shelf(rank) for rank in pair.ranks]
-    call = asyncio.create_task(lease(pair))
-    await until(lambda: any(wait > 0 for shelf in shelves for wait in shelf.waits), "it waits")
-    shelves[0].ready.put_nowait(b"group")
-    assert (await call).content == b"group"
-
-
 async def test_a_poller_that_leaves_is_handed_nothing(pair: Lab) -> None:
     shelves = [Shelf(rank) for rank in pair.ranks]
     wire = await pair.connect()
@@ -239,15 +221,6 @@ async def test_sessions_by_name_come_from_their_rank(pair: Lab) -> None:
     response = await lease(pair, wait=0, session_ids=[A, B])
     assert response.status_code == 400
     assert "ranks 0, 1" in response.json()["error"]["message"]
-
-
-async def test_a_refused_lease_is_passed_on(pair: Lab) -> None:
-    async def refuse(received: Received) -> None:
-        await received.answer({"error": {"code": "forbidden"}}, status=403)
-
-    for rank in pair.ranks:
-        rank.handler = refuse
-    assert (await lease(pair, wait=5)).status_code == 403
 
 
 # -- queries -----------------------------------------------------------------------------------

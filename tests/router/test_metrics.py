@@ -138,21 +138,6 @@ async def test_a_trainer_is_missed_unless_it_is_done(lab: Lab) -> None:
     await until_up(lab, {"rank-0": 1}, "http://127.0.0.1:1", "stopping")
 
 
-async def test_with_an_admin_key_it_is_needed_and_not_handed_on(start_lab: StartLab) -> None:
-    lab = await start_lab(f"server.admin_key={ADMIN}")
-    shows_metrics(lab.ranks[0], 1)
-    for key in (None, "nonsense-key"):
-        answer = await lab.get("/metrics", key)
-        assert answer.status_code == 401
-        assert "any_agent_sessions" not in answer.text
-    assert not lab.ranks[0].received
-    assert (await scrape(lab, ADMIN)).up() == {"rank-0": 1}
-    answer = await lab.get("/metrics", **{"x-api-key": ADMIN})
-    assert answer.status_code == 200
-    for received in lab.ranks[0].received:
-        assert received.values("authorization") == [f"Bearer {lab.signer.run_key}"]
-
-
 async def test_keys_of_the_trial_open_it_by_their_scope(start_lab: StartLab) -> None:
     lab = await start_lab()
     path = trial_dir(lab.config).keys

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from any_agent.protocol.rl import Abort
-from any_agent.rundir.registry import PartLoad
 from router import open_session, upstream
 from router.affinity import home_of
 from tests.router.conftest import StartLab
@@ -156,19 +155,6 @@ async def test_a_full_rank_is_passed_by(pair: Lab) -> None:
     assert all(r.json["wait"] == 0 for rank in pair.ranks for r in rank.received)
 
 
-async def test_with_no_slot_anywhere_it_waits_at_one(pair: Lab) -> None:
-    more = [slots(rank) for rank in pair.ranks]
-    call = asyncio.create_task(pair.post(START, {"wait": 14}))
-    await until(lambda: sum(opened(pair)) == 3, "it waits")
-    waits = {r.number: [x.json["wait"] for x in r.received] for r in pair.ranks}
-    (at,) = (number for number, tried in waits.items() if len(tried) == 2)
-    assert waits[1 - at] == [0]
-    assert waits[at][0] == 0
-    assert 0 < waits[at][1] <= 14
-    more[at]()
-    assert (await call).json() == {"rank": at}
-
-
 async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
     """What the registry says of the queues is up to a second old."""
     more = [slots(rank) for rank in pair.ranks]
@@ -183,18 +169,6 @@ async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
     for release in more:
         release(2)
     await asyncio.gather(*calls)
-
-
-async def test_it_waits_where_others_do_not(pair: Lab) -> None:
-    """Waiting opens that did not come through this router are known from the registry."""
-    pair.ranks[0].load = PartLoad(waiting=8)
-    pair.tell()
-    more = [slots(rank) for rank in pair.ranks]
-    await until(lambda: pair.router.ranks.entry(0).load.waiting == 8, "the load is read")  # type: ignore[union-attr]
-    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(3)]
-    await until(lambda: sum(opened(pair)) == 9, "all of them wait")
-    more[1](3)
-    assert [(await call).json()["rank"] for call in calls] == [1, 1, 1]
 
 
 async def test_without_a_slot_the_last_answer_is_429(pair: Lab) -> None:
@@ -221,13 +195,6 @@ async def test_a_get_asks_each_rank_once_and_then_waits(pair: Lab) -> None:
     assert len(targets) == 3
     assert sum("wait=0&" in target or target.endswith("wait=0") for target in targets) == 2
     assert all("mode=train" in target and "metadata=" in target for target in targets)
-
-
-async def test_a_dead_rank_is_passed_by(pair: Lab) -> None:
-    await pair.ranks[0].kill()
-    for _ in range(4):
-        assert (await pair.post(START, {})).status_code == 200
-    assert opened(pair) == [0, 4]
 
 
 async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
@@ -287,13 +254,6 @@ async def test_malformed_opens_are_a_ranks_business(pair: Lab, body: bytes) -> N
 
 
 # -- queries -----------------------------------------------------------------------------------
-
-
-async def test_a_keys_rank_by_query_is_nobodys(pair: Lab) -> None:
-    """A key has no place in a URL; some rank says so."""
-    response = await pair.post(f"{START}?api_key={pair.key(1)}", b"")
-    assert response.status_code == 200
-    assert sum(opened(pair)) == 1
 
 
 async def test_a_wait_by_query_is_waited_in_slices(pair: Lab) -> None:

@@ -17,7 +17,6 @@ import pytest
 from any_agent.chat import ChatFormat
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.errors import Conflict
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.protocol.rl import SessionStarted
@@ -158,22 +157,6 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
 # -- sessions ----------------------------------------------------------------------------------
 
 
-async def test_a_rank_starts_again_and_its_sessions_go_on(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    started = [await opened(http) for _ in range(4)]
-    for session in started:
-        await call(http, session.api_key)
-    await pair.end("rank-0")
-    waiting = [asyncio.create_task(call(http, session.api_key)) for session in started]
-    there = {s.session_id for s in started if rank_of_session(s.session_id) == 1}
-    await until(lambda: sum(task.done() for task in waiting) == len(there), "rank 1 goes on")
-    await pair.start_rank(0)
-    assert await asyncio.gather(*waiting) == [s.session_id for s in started]
-    for session in started:
-        assert (await client.finalize(session.api_key, 0.5)).interactions == 2
-
-
 async def test_a_prefix_is_a_base_url(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
@@ -229,25 +212,6 @@ async def test_openais_sdk_after_a_connection_that_broke(
 # -- the operator and the trainer --------------------------------------------------------------
 
 
-async def test_the_trainers_routes(pair: Pair, client: RLClient, http: httpx.AsyncClient) -> None:
-    capacity = await client.set_capacity(limit=50, ttl=60, owner="me", held=[])
-    assert capacity.limit == 100
-    await client.pause(ttl=60)
-    for engine in pair.engines:
-        engine.weight_version = "3"
-    await client.publish_version(version=3, path="/somewhere", step=2)
-    await client.resume()
-    await client.set_run("training", step=2, checkpoint="/checkpoint")
-    info = await client.run_info()
-    assert (info.version, info.step, info.checkpoint) == (3, 2, "/checkpoint")
-    for proxy in pair.proxies.values():
-        assert proxy.service.run.version == 3
-        assert proxy.service.sessions.admission.limit == 50
-    for engine in pair.engines:
-        assert engine.pauses == ["abort"]
-    assert (await http.get("/rl/v1/version")).json()["ranks"].keys() == {"0", "1"}
-
-
 async def finished(client: RLClient, http: httpx.AsyncClient, **fields: Any) -> str:
     session = await opened(http, **fields)
     await call(http, session.api_key)
@@ -298,27 +262,3 @@ async def test_keys_and_admin_routes(start: Start) -> None:
         for path in ("/rl/v1/start_session", "/v1/chat/completions"):
             assert (await http.post(path, json={})).status_code == 401
         await client.abort(await client.start_session())
-
-
-async def test_a_body_names_a_session(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    for _ in range(2):
-        session = await opened(http)
-        await call(http, session.api_key)
-        names = {"session_id": session.session_id}
-        assert (await http.post("/rl/v1/set_reward", json=names | {"reward": 1})).status_code == 200
-        assert (await http.post("/rl/v1/finalize", json=names)).json()["state"] == "finalized"
-        assert (await client.finalize(session.api_key)).state == "finalized"
-        with pytest.raises(Conflict):
-            await client.finalize(session.api_key, 1.0)
-        info = (await http.get(f"/rl/v1/sessions/{session.session_id}")).json()
-        assert info["session_id"] == session.session_id
-
-
-async def test_paths_that_no_part_has(http: httpx.AsyncClient) -> None:
-    for path in ("/settings", "/debug/memory", "/nothing", "/v1/nothing"):
-        response = await http.get(path)
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "not_found"
-    assert (await http.get("/openapi.json")).json()["info"]["title"] == "any-agent"

@@ -69,13 +69,6 @@ async def test_an_exception_behind_its_end_goes_on_and_changes_nothing(here: Ser
     assert await here.state(session.session_id) == "finalized"
 
 
-async def test_one_that_has_others_reward_it_goes_on_waiting(here: Served) -> None:
-    """Though it has a reward already: the other one is still to come."""
-    async with AgentSession() as session:
-        await Finisher(await_reward=True).run("Say 1.")
-    assert await here.state(session.session_id) == "awaiting_reward"
-
-
 async def test_ends_by_clients_that_name_the_session_themselves(here: Served) -> None:
     """Those that nobody here has seen."""
     async with AgentSession() as session:
@@ -91,13 +84,6 @@ async def test_ends_by_clients_that_name_the_session_themselves(here: Served) ->
             (await http.post(path, json={"reason": "no good"}, headers=headers)).raise_for_status()
     info = await here.info(session.session_id)
     assert (info["state"], info["reason"]) == ("aborted", "no good")
-
-
-async def test_one_whose_time_ran_out_is_told(here: Served) -> None:
-    service = here.proxy.service
-    with fails_with(SessionClosed, "expired"):
-        async with AgentSession() as session:
-            await service.endings.expire(await service.sessions.by_id(session.session_id), "late")
 
 
 # -- many of them ----------------------------------------------------------------------------------

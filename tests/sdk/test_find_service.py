@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from any_agent import AgentSession
-from any_agent.errors import ConfigError, Unauthenticated, WrongService
+from any_agent.errors import ConfigError, Unauthenticated
 from any_agent.sdk import find_service
 from any_agent.sdk.find_service import ServiceAddress, shared_client
 from tests.support.errors import fails_with
-from tests.support.sdk.hops import serving
 from tests.support.sdk_fixtures import Serve, Served
 
 URL, KEY = "http://10.0.0.1:8000", "sk-tenant.x"
@@ -97,13 +96,6 @@ async def test_an_address_of_this_machine_may_be_that_of_a_service_that_starts(
 ) -> None:
     async with shared_client(ServiceAddress(url), retry_for=retry_for) as client:
         assert client.first_contact == seconds
-
-
-async def test_another_server_at_the_address_is_told() -> None:
-    async with serving() as server:
-        with fails_with(WrongService, server.url, "check the URL"):
-            async with AgentSession(url=server.url):
-                pass
 
 
 async def test_whoever_lacks_a_key_is_told_which_variable_takes_it(

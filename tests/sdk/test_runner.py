@@ -144,22 +144,6 @@ async def test_a_failed_run_leaves_its_place_to_the_next_attempt(served: Served)
     assert (await served.proxy.capacity())["reserved"] == 0
 
 
-async def test_a_failed_run_gives_its_place_up_at_last(served: Served) -> None:
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-            await one.ask(item)
-            info = await session.info()
-            if item["question"] == "Say 1." and info.interactions and one.asked["Say 1."] % 3 == 1:
-                raise OSError("the tool is away")
-            return 1.0
-
-        results = await runner(group_size=3, retries=0).arun(agent, ITEMS[:2])
-    assert [result.ok for result in results] == [True] * 3 + [False, True, True]
-    trained = places(await leased(served.proxy))
-    assert sorted(map(len, trained.values())) == [2, 3]
-
-
 async def test_stop_at_the_first_failure(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     async with asker() as one:

@@ -8,7 +8,6 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import httpx
@@ -18,7 +17,7 @@ from openai import AsyncOpenAI
 
 from any_agent import AgentSession
 from any_agent.client import service_url
-from any_agent.client.aiohttp_transport import AiohttpTransport, Response
+from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.retry_transport import RetryTransport
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import moved, url_file
@@ -148,25 +147,6 @@ async def test_a_service_that_was_not_there_yet_is_waited_for(serve: Serve, plac
     assert session.base_url == f"{served.url}/v1"
     await session.abort()
     await opening.__aexit__(None, None, None)
-
-
-async def test_a_client_of_the_rl_routes_follows_the_service(serve: Serve, place: Path) -> None:
-    """It has no connection where the service was, looks again, and finds it."""
-    served = await serve()
-    put(place, "http://127.0.0.1:9")
-
-    class Moves(AiohttpTransport):
-        async def request(self, *arguments: Any, **named: Any) -> Response:
-            try:
-                return await super().request(*arguments, **named)
-            except httpx.ConnectError:
-                put(place, served.url)
-                raise
-
-    http = Moves(timeout=60.0)
-    async with RLClient(place.as_uri(), admin_key=served.tenant_key, http=http) as client:
-        started = await client.start_session()
-        assert await served.state(started.session_id) == "open"
 
 
 @pytest.mark.parametrize("get", CLIENTS)

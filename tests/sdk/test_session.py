@@ -259,19 +259,6 @@ async def test_the_blocking_form_does_the_same(served: Served) -> None:
     assert (info["state"], list(info["rewards"].values())) == ("finalized", [0.25])
 
 
-async def test_the_blocking_form_is_aborted_by_an_exception(served: Served) -> None:
-    opened: list[Session] = []
-
-    def agent() -> None:
-        with AgentSession() as session:
-            opened.append(session)
-            raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        await asyncio.to_thread(agent)
-    assert (await served.info(opened[0].session_id))["reason"] == "its agent raised KeyError"
-
-
 async def test_it_does_not_block_an_event_loop(served: Served) -> None:
     with fails_with(RuntimeError, "async with AgentSession"), AgentSession():
         pass

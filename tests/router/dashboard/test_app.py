@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
@@ -333,13 +332,6 @@ async def test_calls_that_cannot_be_read_leave_the_rest_of_the_page(lab: Lab) ->
     answer = await lab.get(f"/ui/sessions/{IDS[0]}")
     assert answer.status_code == 200
     assert "its content is archived" in answer.text and "finalized" in answer.text
-
-
-async def test_ten_who_watch_cost_one_look(lab: Lab) -> None:
-    await log_in(lab)
-    answers = await asyncio.gather(*(lab.get("/ui") for _ in range(10)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert [got.target for got in lab.ranks[0].received].count("/metrics") == 1
 
 
 async def test_what_the_browser_has_is_not_sent_again(lab: Lab) -> None:

@@ -98,13 +98,6 @@ async def test_one_that_does_not_listen_is_killed(
     assert not psutil.pid_exists(pid_of(tmp_path))
 
 
-async def test_what_it_leaves_running_ends_with_it(run: Run, tmp_path: Path) -> None:
-    ended = await run(*shell("sleep 600 & echo $! > $PID_FILE"))
-    assert ended.success
-    until(lambda: not is_alive(pid_of(tmp_path)))
-    assert ended.seconds < 300
-
-
 @pytest.mark.parametrize("code", [0, 1])
 async def test_what_left_its_group_ends_with_it(run: Run, tmp_path: Path, code: int) -> None:
     """As tools do that make themselves daemons, or Node's detached children."""

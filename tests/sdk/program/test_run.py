@@ -79,12 +79,6 @@ async def test_a_group_of_programs(make: Make, served: Served) -> None:
     assert {one.session_id for one in trained} == {run.session_id for run in runs.results}
 
 
-async def test_a_program_that_finalizes_its_session(make: Make) -> None:
-    url = 'os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/rl/v1/finalize"'
-    result = await only(make(f'ask(); post({url}, {{"final_reward": 0.75}})'))
-    assert (result.state, result.reward, result.calls) == ("finalized", 0.75, 1)
-
-
 async def test_a_program_gets_its_session_and_nothing_else_of_ours(
     make: Make, served: Served, tmp_path: Path
 ) -> None:
@@ -146,17 +140,6 @@ async def test_a_program_cannot_pay_itself(
     (trajectory,) = await served.proxy.lease()
     assert trajectory.final_reward == 0.25
     assert [i.reward for i in trajectory.interactions] == [None]
-
-
-@pytest.mark.parametrize(("rewards", "own"), [("agent", 0.5), ("both", 0.5)])
-async def test_a_program_rewards_itself_where_it_may(
-    make: Make, served: Served, rewards: str, own: float
-) -> None:
-    source = RewardSource(command="cat > /dev/null; echo 0.25")
-    result = await only(make(f"ask(); reward({own})", source=source, rewards=rewards))
-    assert (result.state, result.reward) == ("finalized", 0.25)
-    (trajectory,) = await served.proxy.lease()
-    assert [i.reward for i in trajectory.interactions] == [own]
 
 
 async def test_a_reward_command_gets_no_key_of_ours(
@@ -254,13 +237,6 @@ async def test_a_grader_sees_what_was_said(make: Make, served: Served, tmp_path:
         await make(source=RewardSource(grader="said.missing", env=env)).run()
 
 
-async def test_nothing_is_opened_for_a_program_that_is_not_there(make: Make) -> None:
-    runs = make(command=["no-such-program"])
-    with fails_with(ConfigError, "no-such-program", "PATH"):
-        await runs.run()
-    assert runs.results[0].session_id is None
-
-
 async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
@@ -281,14 +257,6 @@ async def test_without_a_service_nothing_is_started(
     assert runs.stopped is not None and "is the service running?" in runs.stopped.message
     assert exit_code(runs) == 3
     assert {run.state for run in runs.results} == {"not started"}
-
-
-async def test_a_key_that_is_not_taken_ends_the_runs(make: Make, served: Served) -> None:
-    for key in (None, "sk-tenant.none.of.theirs"):
-        runs = make(n=2, service=ServiceAddress(served.url, key))
-        await runs.run()
-        assert runs.stopped is not None and runs.stopped.status == 401
-        assert exit_code(runs) == 3
 
 
 async def test_training_that_has_ended(make: Make, served: Served) -> None:
