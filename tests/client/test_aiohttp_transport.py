@@ -107,69 +107,60 @@ async def test_one_connection_for_one_request_after_another(
     assert body == b"{}"
 
 
-@pytest.mark.parametrize(
-    ("parts", "body"),
-    [
-        ([OK[:5], OK[5:40], OK[40:-1], OK[-1:]], b"ok"),
-        ([b"HTTP/1.1 100 Continue\r\n\r\n" + OK], b"ok"),
-        ([b"HTTP/1.1 204 No Content\r\n\r\n"], b""),
-        (
-            [
-                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nab",
-                b"c\r\n1",
-                b"0\r\n0123456789abcdef\r",
-                b"\n0\r\n\r",
-                b"\n",
-            ],
-            b"abc0123456789abcdef",
-        ),
-    ],
-)
-async def test_answers_in_pieces(
-    saying: Saying, http: AiohttpTransport, parts: list[bytes], body: bytes
+PIECES: list[tuple[list[bytes], bytes]] = [
+    ([OK[:5], OK[5:40], OK[40:-1], OK[-1:]], b"ok"),
+    ([b"HTTP/1.1 100 Continue\r\n\r\n" + OK], b"ok"),
+    ([b"HTTP/1.1 204 No Content\r\n\r\n"], b""),
+    (
+        [
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nab",
+            b"c\r\n1",
+            b"0\r\n0123456789abcdef\r",
+            b"\n0\r\n\r",
+            b"\n",
+        ],
+        b"abc0123456789abcdef",
+    ),
+]
+
+
+async def test_answers_in_pieces_are_whole(saying: Saying, http: AiohttpTransport) -> None:
+    for parts, body in PIECES:
+        server = await saying(*parts)
+        for _ in range(2):
+            assert (await ask(http, server.url)).content == body
+        assert server.connections == 1
+
+
+async def test_connections_that_the_server_ends_are_not_used_again(
+    saying: Saying, http: AiohttpTransport
 ) -> None:
-    server = await saying(*parts)
-    for _ in range(2):
-        assert (await ask(http, server.url)).content == body
-    assert server.connections == 1
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+    for said in (
         b"HTTP/1.1 200 OK\r\n\r\nok",
         b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok",
-    ],
-)
-async def test_connections_that_the_server_ends(
-    saying: Saying, http: AiohttpTransport, said: bytes
-) -> None:
-    server = await saying(said, close=True)
-    for _ in range(2):
-        assert (await ask(http, server.url)).content == b"ok"
-    assert server.connections == 2
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+        OK,
+    ):
+        server = await saying(said, close=True)
+        for _ in range(2):
+            assert (await ask(http, server.url)).content == b"ok"
+            await asyncio.sleep(0.05)
+        assert server.connections == 2
+    # An answer that breaks off is none.
+    for said in (
         b"",
         b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nok",
-    ],
-)
-async def test_an_answer_that_breaks_off_is_none(
-    saying: Saying, http: AiohttpTransport, said: bytes
+    ):
+        server = await saying(said, close=True)
+        with pytest.raises(httpx.ReadError):
+            await ask(http, server.url)
+
+
+async def test_what_is_no_answer_is_an_error_and_not_asked_for_again(
+    saying: Saying, http: AiohttpTransport
 ) -> None:
-    server = await saying(said, close=True)
-    with pytest.raises(httpx.ReadError):
-        await ask(http, server.url)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+    for said in (
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 yes\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: two\r\n\r\n",
@@ -178,41 +169,22 @@ async def test_an_answer_that_breaks_off_is_none(
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n",
         b"x" * 70_000,
-    ],
-)
-async def test_what_is_no_answer_is_an_error(
-    saying: Saying, http: AiohttpTransport, said: bytes
-) -> None:
-    server = await saying(said)
-    with pytest.raises(httpx.RemoteProtocolError):
-        await ask(http, server.url)
-    # It is not asked again.
-    with pytest.raises(httpx.RemoteProtocolError):
-        await ask(http, server.url)
-    assert server.connections == 2
+    ):
+        server = await saying(said)
+        for _ in range(2):
+            with pytest.raises(httpx.RemoteProtocolError):
+                await ask(http, server.url)
+        assert server.connections == 2, said
 
 
-async def test_what_is_no_url_is_refused(http: AiohttpTransport) -> None:
+async def test_what_is_no_url_or_header_is_refused(saying: Saying, http: AiohttpTransport) -> None:
     for url in ("", "ftp://x", "http://", "http://h:port", "http:///x"):
         with pytest.raises((httpx.UnsupportedProtocol, httpx.InvalidURL)):
             await ask(http, url)
-
-
-async def test_a_header_holds_no_other_headers(saying: Saying, http: AiohttpTransport) -> None:
     server = await saying(OK)
     with pytest.raises(httpx.LocalProtocolError):
         await http.request("GET", server.url, headers={"a": "b\r\nc: d"}, timeout=1.0)
     assert not server.requests
-
-
-async def test_an_idle_connection_that_was_closed_is_not_used(
-    http: AiohttpTransport, saying: Saying
-) -> None:
-    server = await saying(OK, close=True)
-    for _ in range(3):
-        assert (await ask(http, server.url)).content == b"ok"
-        await asyncio.sleep(0.05)
-    assert server.connections == 3
 
 
 async def test_connections_are_few_however_many_ask(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -92,9 +92,10 @@ async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:
     assert [r.headers["authorization"] for r in seen] == ["Bearer first", "Bearer second"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
+async def test_a_server_that_is_no_service_of_ours_is_told_at_once() -> None:
+    error = {"error": {"message": "there is no route /v2/rl/v1/run", "code": "not_found"}}
+    below = httpx.Response(404, json=error, headers={API_HEADER: "1"})
+    for answer, *said in (
         (started(None), "any-agent serve"),
         (started("2"), "version 2 "),
         (httpx.Response(404, text="Not Found"), "status 404"),
@@ -102,23 +103,16 @@ async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:
         (httpx.Response(501, text="<html><h1>Error response</h1>"), "status 501"),
         (httpx.Response(403, text="<html>Forbidden</html>"), "status 403"),
         (httpx.Response(307, headers={"Location": "https://login.example"}), "status 307"),
-    ],
-)
-async def test_a_server_that_is_no_service_of_ours_is_told_at_once(
-    answer: httpx.Response, said: str
-) -> None:
-    client, seen = client_with(answer)
-    with fails_with(WrongService, said):
-        await client.start_session()
-    assert len(seen) == 1
-
-
-async def test_a_path_below_the_service_is_told_as_a_wrong_url() -> None:
-    error = {"error": {"message": "there is no route /v2/rl/v1/run", "code": "not_found"}}
-    client, seen = client_with(httpx.Response(404, json=error, headers={"x-any-agent-api": "1"}))
-    with fails_with(WrongService, "/v2/rl/v1/run", "http://host:port"):
-        await client.run_info()
-    assert len(seen) == 1
+        (below, "/v2/rl/v1/run", "http://host:port"),
+    ):
+        client, seen = client_with(answer)
+        with fails_with(WrongService, *said):
+            await client.start_session()
+        assert len(seen) == 1
+    for body in (b"<html>Welcome</html>", b"{}", b""):
+        client, _ = client_with(httpx.Response(200, content=body))
+        with fails_with(WrongService, "status 200"):
+            await client.run_info()
 
 
 async def test_a_reward_may_be_a_bool_and_none_is_refused_by_name() -> None:
@@ -250,36 +244,27 @@ def away() -> httpx.Response:
     return httpx.Response(503, json=error, headers={"Retry-After": "1"})
 
 
-async def test_what_is_soon_out_of_date_is_not_repeated_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    client, _ = client_with(*(away() for _ in range(100)))
-    with pytest.raises(StoreUnavailable):
-        await client.set_capacity(limit=1, ttl=1, owner="o", held=["s"], retry_for=5)
-    assert clock.now <= 5 + 3
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
+async def test_a_503_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Callable[[RLClient], Awaitable[object]]] = [
         lambda c: c.run_info(),
         lambda c: c.ack(owner="o", trained=[], rejected=[]),
         lambda c: c.publish_version(version=1, path="p", step=1),
         lambda c: c.resume(),
         *ONCE.values(),
-    ],
-    ids=["run_info", "ack", "publish_version", "resume", *ONCE],
-)
-async def test_a_503_is_asked_again_until_the_deadline(
-    call: Callable[[RLClient], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ]
+    for call in calls:
+        clock = Clock(monkeypatch)
+        client, seen = client_with(away(), retry_for=20.0)
+        with fails_with(StoreUnavailable, "the store is full"):
+            await call(client)
+        assert len(seen) > 5
+        assert 15 < clock.now <= 21
+    # What is soon out of date is not repeated for long.
     clock = Clock(monkeypatch)
-    client, seen = client_with(away(), retry_for=20.0)
-    with fails_with(StoreUnavailable, "the store is full"):
-        await call(client)  # type: ignore[misc]
-    assert len(seen) > 5
-    assert 15 < clock.now <= 21
+    client, _ = client_with(away())
+    with pytest.raises(StoreUnavailable):
+        await client.set_capacity(limit=1, ttl=1, owner="o", held=["s"], retry_for=5)
+    assert clock.now <= 5 + 3
 
 
 def over_quota(retry_after: str) -> httpx.Response:
@@ -312,10 +297,3 @@ async def test_a_gateways_limit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TooManyRequests):
         await client.request("POST", "/ack", {})
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"{}", b""])
-async def test_an_answer_that_is_none_of_the_services_is_told(body: bytes) -> None:
-    client, _ = client_with(httpx.Response(200, content=body))
-    with fails_with(WrongService, "status 200"):
-        await client.run_info()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,23 +27,23 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "sees_gpu", lambda: False)
 
 
-@pytest.mark.parametrize("name", ["train.device", "engine.device"])
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_cuda_without_a_gpu_is_refused_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    with fails_with(ConfigError, f"{name}=cuda", "no GPU"):
-        engines.require_devices(settings(f"{name}=cuda"), trains=True)
-    engines.require_devices(settings(f"{name}=auto"), trains=True)
-    engines.require_devices(settings(f"{name}=cpu"), trains=True)
-
-
-def test_what_is_not_started_here_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
+    for name in ("train.device", "engine.device"):
+        with fails_with(ConfigError, f"{name}=cuda", "no GPU"):
+            engines.require_devices(settings(f"{name}=cuda"), trains=True)
+        for device in ("auto", "cpu"):
+            engines.require_devices(settings(f"{name}={device}"), trains=True)
+    with fails_with(ConfigError, "engine.gpus=2", "no GPU"):
+        engines.require_devices(settings("engine.kind=sglang", "engine.gpus=2"), trains=False)
+    # What is not started here needs none.
     engines.require_devices(settings("train.device=cuda"), trains=False)
     elsewhere = settings("engine.device=cuda", "engine.urls=[http://10.0.0.1:3, http://10.0.0.2:3]")
-    engines.require_devices(elsewhere, trains=True)
     one = ("engine.urls=[http://10.0.0.1:3]", "server.ranks=1")
-    plugins = settings("engine.kind=complete", *one)
-    engines.require_devices(plugins, trains=True)
+    for config in (elsewhere, settings("engine.kind=complete", *one)):
+        engines.require_devices(config, trains=True)
+    monkeypatch.setattr(engines, "sees_gpu", lambda: True)
+    engines.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
 
 
 def test_a_gpu_is_seen_unless_it_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +57,10 @@ def test_a_gpu_is_seen_unless_it_is_hidden(tmp_path: Path, monkeypatch: pytest.M
         assert not engines.sees_gpu(tmp_path)
         with fails_with(ConfigError, "train.device=cuda", "CUDA_VISIBLE_DEVICES="):
             engines.require_devices(settings("train.device=cuda"), trains=True)
-
-
-def test_elsewhere_than_on_linux_torch_is_to_judge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Elsewhere than on Linux torch is to judge.
     monkeypatch.setattr("sys.platform", "darwin")
-    assert engines.sees_gpu(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert engines.sees_gpu(tmp_path / "none")
 
 
 def test_a_service_tells_it_before_anything_is_started(
@@ -82,45 +80,36 @@ NAMES = ("0", "1", "2", "3", "4")
 SGLANG = ("engine.kind=sglang", "engine.device=cuda")
 
 
-def test_each_engine_has_gpus_of_its_own_and_the_trainer_the_first_ones() -> None:
-    two = settings(*SGLANG, "engine.gpus=2")
-    dealt = engines.assign_gpus(two, NAMES, engines=2, trains=True)
-    assert dealt.engines == (("1", "2"), ("3", "4"))
-    assert dealt.trainer == ("0",)
-    assert dealt.sharing == "none"
-    assert engines.assign_gpus(two, NAMES, engines=2, trains=False).trainer is None
+@pytest.mark.parametrize(
+    ("given", "gpus", "count", "dealt", "trainer", "sharing"),
+    [
+        # Each engine has GPUs of its own, and the trainer the first ones.
+        ((*SGLANG, "engine.gpus=2"), 5, 2, (("1", "2"), ("3", "4")), ("0",), "none"),
+        # Where none is left it shares the engines'.
+        (SGLANG, 2, 2, (("0",), ("1",)), None, "some"),
+        (SGLANG, 1, 1, (("0",),), None, "all"),
+        # Our own engines share what there is.
+        ((), 2, 3, (("0",), ("1",), ("0",)), None, "some"),
+        # Engines that need none leave all to the trainer.
+        (("engine.device=cpu",), 5, 1, (None,), None, "none"),
+        (("engine.urls=http://10.0.0.1:3,http://10.0.0.2:3",), 5, 1, (None,), None, "none"),
+        ((), 0, 1, (None,), None, "none"),
+    ],
+)
+def test_gpus_are_dealt_to_engines_and_the_trainer(
+    given: tuple[str, ...], gpus: int, count: int, dealt: Any, trainer: Any, sharing: str
+) -> None:
+    found = engines.assign_gpus(settings(*given), NAMES[:gpus], engines=count, trains=True)
+    assert (found.engines, found.sharing) == (dealt, sharing)
+    if sharing != "some":
+        assert found.trainer == trainer
 
 
-def test_where_none_is_left_the_trainer_shares_the_engines() -> None:
-    dealt = engines.assign_gpus(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
-    assert dealt.engines == (("0",), ("1",))
-    assert dealt.sharing == "some"
-    alone = engines.assign_gpus(settings(*SGLANG), NAMES[:1], engines=1, trains=True)
-    assert (alone.trainer, alone.sharing) == (None, "all")
-    # A script trains in the process that starts them, and takes the first.
-    assert (
-        engines.assign_gpus(settings(*SGLANG), NAMES[:3], engines=2, trains=False).sharing == "none"
-    )
-
-
-def test_too_few_gpus_are_told_by_number() -> None:
+def test_a_script_trains_in_the_process_that_starts_the_engines() -> None:
+    alone = engines.assign_gpus(settings(*SGLANG), NAMES[:3], engines=2, trains=False)
+    assert (alone.trainer, alone.sharing) == (None, "none")
     with fails_with(ConfigError, "engine.gpus=2", "6 GPUs", "are 5"):
         engines.assign_gpus(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
-
-
-def test_our_own_engines_share_what_there_is() -> None:
-    dealt = engines.assign_gpus(settings(), NAMES[:2], engines=3, trains=True)
-    assert dealt.engines == (("0",), ("1",), ("0",))
-    assert dealt.sharing == "some"
-
-
-@pytest.mark.parametrize(
-    "given", ["engine.device=cpu", "engine.urls=http://10.0.0.1:3,http://10.0.0.2:3"]
-)
-def test_engines_that_need_none_leave_them_to_the_trainer(given: str) -> None:
-    dealt = engines.assign_gpus(settings(given), NAMES, engines=1, trains=True)
-    assert dealt == engines.GpuAssignment((None,), None)
-    assert engines.assign_gpus(settings(), (), engines=1, trains=True) == dealt
 
 
 def test_the_visible_gpus_are_told_by_number(
@@ -133,9 +122,3 @@ def test_the_visible_gpus_are_told_by_number(
     for told, seen in (("", ()), ("-1", ()), ("3, GPU-a1", ("3", "GPU-a1"))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
         assert engines.visible_gpus(tmp_path) == seen
-
-
-def test_several_gpus_for_an_engine_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
-    with fails_with(ConfigError, "engine.gpus=2", "no GPU"):
-        engines.require_devices(settings("engine.kind=sglang", "engine.gpus=2"), trains=False)
