@@ -64,34 +64,34 @@ def test_single_underscores_in_the_environment_are_refused() -> None:
     assert load_config(None, [], {"ANY_AGENT_URL": "x"}) == load_config(None, [], {})
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("train.lr", "key=value"),
-        ("train.lr=fast", "train.lr"),
-        ("train.lr=-1", "train.lr"),
-        ("train=5", "train"),
-        ("server.port=70000", "server.port"),
-        ("experiment=a b", "experiment"),
-        ("trial=../x", "trial"),
-        ("sampling.top_p=0.9", "truncated distribution"),
-        ("sampling.top_k=5", "truncated distribution"),
-        ("sampling.temperature=0", "sampling.temperature"),
-        ("sessions.group_size=100", "sessions.group_size"),
-        ("train.kl_coef=-0.1", "train.kl_coef"),
-        ("train.lora.dropout=0.1", "train.lora.dropout"),
-        ("train.lora.rank=0", "train.lora.rank"),
-        ("train.lora.rnk=1", "train.lora.rank?"),
-        ("train.lora.target_modules=all-linear,q_proj", "all-linear"),
-        ("server.admin_key=short", "8 to 256"),
-        ("server.admin_key=has a space in it", "without spaces"),
-        ("server.admin_key=sk-v1.0.abc.def", "must not begin"),
-        ("server.admin_key=sk-tenant.0123.abc", "must not begin"),
-    ],
-)
-def test_a_bad_value_names_its_key(override: str, says: str) -> None:
-    with fails_with(ConfigError, says, exit_code=2):
-        load_config(None, [override], {})
+BAD = {
+    "train.lr": "key=value",
+    "train.lr=fast": "train.lr",
+    "train.lr=-1": "train.lr",
+    "train=5": "train",
+    "server.port=70000": "server.port",
+    "experiment=a b": "experiment",
+    "trial=../x": "trial",
+    "sampling.top_p=0.9": "truncated distribution",
+    "sampling.top_k=5": "truncated distribution",
+    "sampling.temperature=0": "sampling.temperature",
+    "sessions.group_size=100": "sessions.group_size",
+    "train.kl_coef=-0.1": "train.kl_coef",
+    "train.lora.dropout=0.1": "train.lora.dropout",
+    "train.lora.rank=0": "train.lora.rank",
+    "train.lora.rnk=1": "train.lora.rank?",
+    "train.lora.target_modules=all-linear,q_proj": "all-linear",
+    "server.admin_key=short": "8 to 256",
+    "server.admin_key=has a space in it": "without spaces",
+    "server.admin_key=sk-v1.0.abc.def": "must not begin",
+    "server.admin_key=sk-tenant.0123.abc": "must not begin",
+}
+
+
+def test_a_bad_value_names_its_key() -> None:
+    for override, says in BAD.items():
+        with fails_with(ConfigError, says, exit_code=2):
+            load_config(None, [override], {})
 
 
 def test_an_admin_key_opens_other_addresses() -> None:
@@ -147,9 +147,8 @@ def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, ""), [], {}) == load_config(environ={})
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_files_that_are_no_settings(tmp_path: Path) -> None:
+    for text, says in (
         ("- a", "mapping"),
         ("a: [", "YAML"),
         ("5", "mapping"),
@@ -157,12 +156,10 @@ def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
         ("train: {lr: 1.0e-5}\nrollout: {eta: 1}\ntrain: {steps: 7}\n", "lines 1 and 3"),
         ("train:\n  lr: 3.0e-5\n  lr: 1.0e-3\n", "lines 2 and 3"),
         ("train: {lr: 3.0e-5, lr: 1.0e-3}\n", "lines 1 and 1"),
-    ],
-)
-def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> None:
-    path = write(tmp_path, text)
-    with fails_with(ConfigError, says, str(path)):
-        load_config(path, [], {})
+    ):
+        path = write(tmp_path, text)
+        with fails_with(ConfigError, says, str(path)):
+            load_config(path, [], {})
     with fails_with(ConfigError, "nothing.yaml"):
         load_config(tmp_path / "nothing.yaml", [], {})
 

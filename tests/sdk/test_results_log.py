@@ -75,27 +75,24 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
         assert file.read_bytes() == content[: content.index(b"\n") + 1]
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
+def test_a_file_that_is_no_runners_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    file, header = tmp_path / "mine.jsonl", json.dumps(HEADER.as_dict())
+    for content, named in (
         ('{"question": "What?"}\n', "header of a run"),
         ("hello", "no results of a runner"),
         ("hello\n", "line 1"),
         ("3\n", "line 1"),
-        (json.dumps(HEADER.as_dict()) + '\n{"state": "lost"}\n', "line 2"),
-        (json.dumps(HEADER.as_dict()) + "\n\n", "line 2"),
+        (f'{header}\n{{"state": "lost"}}\n', "line 2"),
+        (f"{header}\n\n", "line 2"),
         ('{"any_agent_run": 2}\n', "line 1"),
         ('{"any_agent_run": 1, "speed": 2}\n', "line 1"),
-    ],
-)
-def test_a_file_that_is_no_runners_is_refused_and_left_as_it_is(
-    tmp_path: Path, content: str, named: str
-) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text(content)
-    with fails_with(ConfigError, file, named):
-        opened(file)
-    assert file.read_text() == content
+    ):
+        file.write_text(content)
+        with fails_with(ConfigError, file, named):
+            opened(file)
+        assert file.read_text() == content
+    with fails_with(ConfigError, tmp_path, "Is a directory"):
+        opened(tmp_path)
 
 
 async def test_a_character_that_has_no_encoding_is_written_as_a_question_mark(
@@ -142,11 +139,6 @@ async def test_a_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
         opened(file)
     await log.close()
     await opened(file).close()
-
-
-def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
-    with fails_with(ConfigError, tmp_path, "Is a directory"):
-        opened(tmp_path)
 
 
 async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
