@@ -23,7 +23,7 @@ from any_agent.errors import ReplyLost, ServiceUnavailable
 CONNECT_TIMEOUT = 5.0
 OUT_OF_DESCRIPTORS = "too_many_connections"
 """The code of the error of a router that has no file descriptor for a connection to a rank."""
-STALE_TRIES = 10
+_STALE_TRIES = 10
 _KEEPALIVE = 60.0
 """Seconds until an idle connection is closed, fewer than the 75 after which a proxy does it."""
 _MAX_BUFFERED_BYTES = 131_072  # unread bytes of one answer above which reading from the rank pauses
@@ -358,7 +358,7 @@ class Upstream:
         streamed = body is not None and not isinstance(body, bytes)
         chunked = streamed and hdrs.CONTENT_LENGTH not in headers
         head = _encode_head(method, target, headers, body, chunked=chunked)
-        for _ in range(STALE_TRIES):
+        for _ in range(_STALE_TRIES):
             connection = pool.pop() if pool else await self._connect(origin, pool)
             if connection.idle_since and time.monotonic() - connection.idle_since > _KEEPALIVE:
                 connection.close()

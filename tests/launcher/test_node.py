@@ -17,7 +17,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import Node, registry_monitor, trial
+from any_agent.launcher import Node, trial
 from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.trial import TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
@@ -77,27 +77,6 @@ def test_parts_start_in_order_with_what_they_need_and_end_in_another(
     assert sorted(ended[2:4]) == RANKS
     assert ended[4:] == ["engine", "engine"]
     assert not [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
-
-
-@pytest.mark.parametrize("name", ["engine-1", "rank-0", "router", "trainer"])
-def test_a_killed_part_comes_back_in_its_place_and_the_others_never_notice(
-    lab: Lab, name: str
-) -> None:
-    with lab.node() as node:
-        before = {part.name: part.pid for part in node.parts.values()}
-        checked_until(node, lambda: node.parts["trainer"].state == "ready")
-        first = lab.start_of(node, name)
-        for _ in range(2):
-            kill_and_wait(node, name)
-            checked_until(node, lambda: len(lab.names("starts")) == 6 + node.parts[name].restarts)
-            again = lab.start_of(node, name)
-            if name != "trainer":
-                assert flag(again, "--port") == flag(first, "--port")
-            if name == "rank-0":
-                # Both may have been killed: it waits for its engine.
-                assert flag(again, "--engine-wait") == f"{node.config.engine.update_wait:g}"
-        after = {part.name: part.pid for part in node.parts.values()}
-    assert {n for n in before if before[n] != after[n]} == {name}
 
 
 def test_without_training_the_given_weights_are_served_for_good(lab: Lab, tmp_path: Path) -> None:
@@ -162,26 +141,6 @@ def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
     # A start without a service does not bind the trial to its settings.
     bound = (trial_dir(lab.config()).path / "config.yaml").exists()
     assert bound == (name == "trainer")
-
-
-@pytest.mark.parametrize("name", ["rank-1", "router", "trainer"])
-def test_a_part_that_hangs_is_killed_and_comes_back(
-    lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry_monitor, "SILENCE_TIMEOUT", 4.0)
-    with lab.node() as node:
-        checked_until(node, lambda: node.parts["trainer"].state == "ready")
-        part = node.parts[name]
-        os.kill(part.pid, signal.SIGSTOP)
-        checked_until(node, lambda: part.restarts and part.state == "ready")
-
-
-def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:
-    with pytest.raises(ConfigError, match="rank 0 cannot run as") as raised, lab.node() as node:
-        lab.refuse("rank-0", 2)
-        os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
-        node.watch()
-    assert "these are the last words of rank-0" in str(raised.value)
 
 
 def test_a_port_in_use_is_told_before_anything_is_started_and_leaves_no_trial(lab: Lab) -> None:

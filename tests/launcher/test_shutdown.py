@@ -62,15 +62,6 @@ def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
     assert codes(lab)["rank-1"] == AT_ONCE
 
 
-def test_it_is_told_when_a_trainer_had_too_little_time(lab: Lab) -> None:
-    lab.keep_busy("trainer")
-    with pytest.raises(Terminated), lab.node("server.drain_timeout=0.5") as node:
-        all_started(lab, node)
-        terminate(signal.SIGTERM, None)
-    (line,) = [line for line in lab.said if line.startswith("trainer   is cut off")]
-    assert "cluster.warning" in line
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once(lab: Lab, number: signal.Signals) -> None:
     lab.keep_busy("router")

@@ -13,9 +13,9 @@ from any_agent.rundir.registry import publish
 from router import app
 from router.affinity import home_of
 from tests.router.conftest import StartLab
-from tests.router.test_affinity import IDS, SIGNER
+from tests.router.test_affinity import IDS
 from tests.support.proxy import until
-from tests.support.router import Lab, Received, serving
+from tests.support.router import Lab, die, never, refuses, serving
 
 # -- which rank --------------------------------------------------------------------------------
 
@@ -57,34 +57,6 @@ async def test_a_websocket_is_refused_where_it_would_be_lost(pair: Lab) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (426, "no_websocket")
     assert not any(rank.received for rank in pair.ranks)
     assert (await pair.get("/v1/models", **asks)).status_code == 200
-
-
-async def test_a_bad_key_is_for_any_rank_to_refuse(pair: Lab) -> None:
-    async def refuse(received: Received) -> None:
-        await received.answer(status=401)
-
-    for rank in pair.ranks:
-        rank.handler = refuse
-    key = pair.key(0)
-    forged = key[:-1] + ("0" if key[-1] != "0" else "1")
-    foreign = SIGNER.mint(0)[1]
-    for bad in (forged, key[:-4], foreign):
-        for response in (
-            await pair.post("/v1/chat/completions", {}, bad),
-            await pair.post(f"/{bad}/v1/chat/completions"),
-            await pair.post("/rl/v1/set_reward", {"session_id": bad}),
-        ):
-            assert response.status_code == 401
-    assert sum(len(rank.received) for rank in pair.ranks) == 9
-
-
-async def test_an_unknown_rank_is_not_found(pair: Lab) -> None:
-    for response in (
-        await pair.post("/v1/chat/completions", {}, pair.key(2)),
-        await pair.get("/rl/v1/sessions/ses-7-0123456789abcdef"),
-    ):
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "unknown_rank"
 
 
 # -- limits ------------------------------------------------------------------------------------
@@ -184,8 +156,9 @@ async def test_headers_over_the_limits_reach_no_rank(
 async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     key = lab.key(0)
     for line in (f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"):
-        wire = await lab.connect()
-        await wire.send(f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+        wire = await (await lab.connect()).send(
+            f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+        )
         head = await wire.head()
         assert " 400 " in head
         assert "Server: any-agent\r\n" in head
@@ -195,8 +168,7 @@ async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_smuggled_framing_is_refused(lab: Lab) -> None:
-    wire = await lab.connect()
-    await wire.send(
+    wire = await (await lab.connect()).send(
         b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/y HTTP/1.1\r\n\r\n"
     )
@@ -338,14 +310,10 @@ async def test_its_own_answers_name_their_version(pair: Lab) -> None:
 async def test_a_stop_ends_what_does_not_end(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "STOP_SECONDS", 0.2)
 
-    async def answer(received: Received) -> None:
-        await asyncio.Event().wait()
-
-    lab.ranks[0].handler = answer
+    lab.ranks[0].handler = never
     async with asyncio.timeout(60), serving(lab.config) as (_, port):
         lab.port = port
-        wire = await lab.connect()
-        await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wire = await (await lab.connect()).send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: lab.ranks[0].received, "the call is under way")
     assert (await wire.rest())[0] == b""
     assert lab.ranks[0].left.is_set()
@@ -358,9 +326,6 @@ async def test_nothing_that_is_logged_holds_a_key(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     key = lab.key(0)
-
-    async def die(received: Received) -> None:
-        received.die()
 
     await lab.post(f"/{key}/v1/x", {}, key)
     lab.ranks[0].handler = die
@@ -376,11 +341,8 @@ async def test_nothing_that_is_logged_holds_a_key(
 async def test_bodies_that_cannot_be_written_again_are_refused(pair: Lab) -> None:
     """What is changed on its way is written anew, and no writer goes as deep as the reader."""
 
-    async def no_slot(received: Received) -> None:
-        await received.answer({"error": {"code": "no_capacity"}}, status=429)
-
     for rank in pair.ranks:
-        rank.handler = no_slot
+        rank.handler = refuses("no_capacity", 429)
     deep = b'{"a":' * 900 + b"1" + b"}" * 900
     for path, fields in (
         ("/rl/v1/lease", b'"owner": "me"'),

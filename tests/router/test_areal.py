@@ -14,7 +14,7 @@ from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import home_of
 from router.areal import GRANT
 from tests.router.conftest import StartLab
-from tests.support.router import FakeRank, Lab, Received
+from tests.support.router import FakeRank, Lab, Received, die, refuses
 
 START = "/rl/start_session"
 NO_SLOT = {"error": {"code": "no_capacity"}}
@@ -167,13 +167,10 @@ async def test_another_ranks_slot_will_do_unless_it_is_of_a_group(pair: Lab) -> 
 
 
 async def test_without_a_training_another_ranks_grant_will_do(pair: Lab) -> None:
-    async def finished(received: Received) -> None:
-        await received.answer({"error": {"code": "run_finished", "message": ""}}, status=409)
-
-    pair.ranks[0].handler = finished
+    pair.ranks[0].handler = refuses("run_finished", 409)
     Slots(pair.ranks[1], grants=1)
     assert await opened(pair, {"task_id": task_of(0)}) == on(1, granted=True)
-    pair.ranks[1].handler = finished
+    pair.ranks[1].handler = refuses("run_finished", 409)
     response = await pair.post(START, {"task_id": task_of(0)})
     assert (response.status_code, response.json()["error"]["code"]) == (409, "run_finished")
 
@@ -206,10 +203,7 @@ async def test_with_an_idempotency_key_home_is_waited_for(start_lab: StartLab) -
 
 
 async def test_what_a_rank_refuses_is_told_and_no_other_one_is_asked(pair: Lab) -> None:
-    async def bad(received: Received) -> None:
-        await received.answer({"error": {"code": "invalid_request"}}, status=400)
-
-    pair.ranks[0].handler = bad
+    pair.ranks[0].handler = refuses("invalid_request", 400)
     Slots(pair.ranks[1], grants=1)
     assert await opened(pair, {"task_id": task_of(0), "x": 1}) == 400
     assert not pair.ranks[1].received
@@ -228,9 +222,6 @@ async def test_a_key_is_reused_at_its_rank(pair: Lab) -> None:
 
 
 async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
-    async def die(received: Received) -> None:
-        received.die()
-
     Slots(pair.ranks[0])
     pair.ranks[1].handler = die
     assert await opened(pair, {"task_id": task_of(0)}) == 429
@@ -238,10 +229,7 @@ async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
 
 
 async def test_a_quota_moves_no_grant(pair: Lab) -> None:
-    async def enough(received: Received) -> None:
-        await received.answer({"error": {"code": "quota_exceeded", "message": ""}}, status=429)
-
-    pair.ranks[0].handler = enough
+    pair.ranks[0].handler = refuses("quota_exceeded", 429)
     there = Slots(pair.ranks[1], grants=1)
     body = {"task_id": task_of(0)}
     assert await opened(pair, body, **{"Idempotency-Key": "k"}) == 429

@@ -10,16 +10,9 @@ import pytest
 from router import fanout
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received
+from tests.support.router import Lab, Received, says
 
 CAPACITY = {"admitted": 3, "reserved": 1, "waiting": 2, "running": 4, "buffered": 5, "limit": 9}
-
-
-def says(rank: FakeRank, data: Any, status: int = 200, **options: Any) -> None:
-    async def handler(received: Received) -> None:
-        await received.answer(data, status=status, **options)
-
-    rank.handler = handler
 
 
 async def away(lab: Lab, number: int) -> None:
@@ -29,8 +22,8 @@ async def away(lab: Lab, number: int) -> None:
 
 async def test_capacity_is_summed(pair: Lab) -> None:
     other = {name: 10 * value for name, value in CAPACITY.items()}
-    says(pair.ranks[0], CAPACITY | {"queue": [1, 2]})
-    says(pair.ranks[1], other | {"queue": []})
+    pair.ranks[0].handler = says(CAPACITY | {"queue": [1, 2]})
+    pair.ranks[1].handler = says(other | {"queue": []})
     for response in (
         await pair.get("/rl/v1/capacity"),
         await pair.http.put("/rl/v1/capacity", json={"limit": 9}),
@@ -57,8 +50,8 @@ async def test_capacity_is_summed(pair: Lab) -> None:
     ],
 )
 async def test_the_rank_that_is_behind_speaks_for_all(pair: Lab, method: str, path: str) -> None:
-    says(pair.ranks[0], {"version": 5, "state": "training"})
-    says(pair.ranks[1], {"version": 4, "state": "finished"})
+    pair.ranks[0].handler = says({"version": 5, "state": "training"})
+    pair.ranks[1].handler = says({"version": 4, "state": "finished"})
     data = (await pair.http.request(method, path, json={"x": 1})).json()
     assert (data["version"], data["state"]) == (4, "finished")
     assert {rank: one["version"] for rank, one in data["ranks"].items()} == {"0": 5, "1": 4}
@@ -80,7 +73,7 @@ async def test_a_rank_that_does_not_answer_is_named(
         else:
             await received.answer(error, status=503)
 
-    says(pair.ranks[1], CAPACITY)
+    pair.ranks[1].handler = says(CAPACITY)
     pair.ranks[0].handler = handler
     if how == "away":
         await away(pair, 0)
@@ -106,8 +99,8 @@ async def test_without_any_rank(pair: Lab) -> None:
 
 
 async def test_refusals_are_passed_on(pair: Lab) -> None:
-    says(pair.ranks[0], CAPACITY)
-    says(pair.ranks[1], {"error": {"code": "forbidden"}}, 403)
+    pair.ranks[0].handler = says(CAPACITY)
+    pair.ranks[1].handler = says({"error": {"code": "forbidden"}}, status=403)
     for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
         response = await pair.get(path)
         assert response.status_code == 403
@@ -119,8 +112,8 @@ def line(number: int) -> dict[str, Any]:
 
 
 async def test_sessions_are_one_list(pair: Lab) -> None:
-    says(pair.ranks[0], [line(k) for k in (9, 5, 1)])
-    says(pair.ranks[1], [line(k) for k in (8, 6, 0)])
+    pair.ranks[0].handler = says([line(k) for k in (9, 5, 1)])
+    pair.ranks[1].handler = says([line(k) for k in (8, 6, 0)])
     response = await pair.get("/rl/v1/sessions?limit=4")
     assert [session["number"] for session in response.json()] == [9, 8, 6, 5]
     assert response.headers["x-any-agent-after"] == "0:5,1:6"
@@ -136,20 +129,20 @@ async def test_sessions_are_one_list(pair: Lab) -> None:
 
 
 async def test_what_a_rank_has_left_is_on_the_next_page(pair: Lab) -> None:
-    says(pair.ranks[0], [line(9), line(5)], headers={"x-any-agent-after": "0:5"})
-    says(pair.ranks[1], [line(8)])
+    pair.ranks[0].handler = says([line(9), line(5)], headers={"x-any-agent-after": "0:5"})
+    pair.ranks[1].handler = says([line(8)])
     response = await pair.get("/rl/v1/sessions?limit=3")
     assert response.headers["x-any-agent-after"] == "0:5,1:1"
     target = "/rl/v1/sessions?limit=3&after=0:5,1:1"
-    says(pair.ranks[0], [])
-    says(pair.ranks[1], [])
+    pair.ranks[0].handler = says([])
+    pair.ranks[1].handler = says([])
     response = await pair.get(target)
     assert pair.ranks[1].received[-1].target == target
     assert "x-any-agent-after" not in response.headers
 
 
 async def test_a_session_key_asks_its_own_rank_alone(pair: Lab) -> None:
-    says(pair.ranks[1], {"version": 3})
+    pair.ranks[1].handler = says({"version": 3})
     assert (await pair.get("/rl/v1/version", pair.key(1))).json() == {"version": 3}
     assert not pair.ranks[0].received
 
@@ -170,7 +163,7 @@ async def test_a_session_that_is_named_beside_changes_nothing(
 ) -> None:
     """Else a pause, or a version, that is for all ranks would reach one of them."""
     for rank in pair.ranks:
-        says(rank, CAPACITY | {"version": 3})
+        rank.handler = says(CAPACITY | {"version": 3})
     query, headers = (f"?session_id={IDS[1]}", {}) if where == "query" else ("", {NAMED: IDS[1]})
     response = await pair.http.request(method, path + query, json={"limit": 9}, headers=headers)
     assert sorted(response.json()["ranks"]) == ["0", "1"]
@@ -184,7 +177,7 @@ NAMED = "X-Any-Agent-Session"
 
 async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:
     for rank in pair.ranks:
-        says(rank, {"version": 3})
+        rank.handler = says({"version": 3})
     await pair.get("/rl/v1/run", "operator-secret", **{"Accept-Encoding": "gzip"})
     for rank in pair.ranks:
         (received,) = rank.received

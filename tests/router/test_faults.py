@@ -10,17 +10,9 @@ from any_agent.errors import ReplyLost
 from router import rank_health as health
 from tests.router.conftest import StartLab
 from tests.support.proxy import LIMIT, until
-from tests.support.router import Lab, Received
+from tests.support.router import Lab, Received, die, never, once_set
 
 POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
-
-
-async def never(received: Received) -> None:
-    await asyncio.Event().wait()
-
-
-async def die(received: Received) -> None:
-    received.die()
 
 
 # -- the rank dies -----------------------------------------------------------------------------
@@ -43,8 +35,7 @@ async def test_death_amid_an_answer_aborts_the_client(lab: Lab, how: str) -> Non
 
     go = asyncio.Event()
     lab.ranks[0].handler = answer
-    wire = await lab.connect()
-    await wire.send(POST)
+    wire = await (await lab.connect()).send(POST)
     await wire.head()
     begun = b"data: 1\n\n" if how == "length" else b"9\r\ndata: 1\n\n\r\n"
     assert await wire.take(len(begun)) == begun
@@ -101,8 +92,9 @@ async def test_what_happens_once_may_be_asked_again(
 async def test_a_session_is_never_opened_twice(lab: Lab, query: str, route: str) -> None:
     """A lost GET is repeated, unless it opens a session; aiohttp would repeat it by itself."""
     lab.ranks[0].handler = die
-    wire = await lab.connect()
-    await wire.send(f"GET /rl/v1/{route}?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    wire = await (await lab.connect()).send(
+        f"GET /rl/v1/{route}?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    )
     assert " 502 " in await wire.head()
     assert len(lab.ranks[0].received) == 1
 
@@ -170,11 +162,7 @@ async def test_requests_under_way_are_bounded(
     lab = await start_lab()
     go = asyncio.Event()
 
-    async def later(received: Received) -> None:
-        await go.wait()
-        await received.answer()
-
-    lab.ranks[0].handler = later
+    lab.ranks[0].handler = once_set(go)
     key = lab.key(0)
     calls = [asyncio.create_task(lab.post("/v1/x", {}, key)) for _ in range(3)]
     await until(lambda: len(lab.ranks[0].received) == 3, "three requests are under way")
@@ -196,8 +184,7 @@ async def test_requests_under_way_are_bounded(
 
 async def test_who_leaves_waits_no_more(lab: Lab) -> None:
     await lab.ranks[0].kill()
-    wire = await lab.connect()
-    await wire.send(POST)
+    wire = await (await lab.connect()).send(POST)
     await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
     wire.close()
     await until(lambda: lab.router.ranks.waiting == 0, "it is forgotten")
@@ -219,8 +206,7 @@ async def test_a_client_that_leaves_ends_the_ranks_work(lab: Lab, begun: bool) -
 
     rank = lab.ranks[0]
     rank.handler = answer
-    wire = await lab.connect()
-    await wire.send(POST)
+    wire = await (await lab.connect()).send(POST)
     if begun:
         await wire.head()
     await until(lambda: rank.received, "the rank has the call")
@@ -261,8 +247,7 @@ async def test_a_slow_client_is_served(lab: Lab) -> None:
         await received.send(b"x" * size)
 
     lab.ranks[0].handler = answer
-    wire = await lab.connect(receive_buffer=65536)
-    await wire.send(POST)
+    wire = await (await lab.connect(receive_buffer=65536)).send(POST)
     await wire.head()
     async with asyncio.timeout(LIMIT * 2):
         for _ in range(size // 30_000):

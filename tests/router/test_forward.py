@@ -10,16 +10,7 @@ import pytest
 from any_agent.rundir.registry import publish
 from tests.router.conftest import StartLab
 from tests.support.proxy import LIMIT, until
-from tests.support.router import END, OK, Lab, Received, Wire
-
-
-def answers(lab: Lab, data: bytes) -> None:
-    """Have the rank answer with these bytes."""
-
-    async def handler(received: Received) -> None:
-        await received.send(data)
-
-    lab.ranks[0].handler = handler
+from tests.support.router import END, OK, Lab, Received, Wire, once_set, sends
 
 
 async def get(lab: Lab, *lines: str, target: str = "/v1/x", version: str = "1.1") -> Wire:
@@ -50,9 +41,10 @@ async def test_targets_that_are_no_path_are_refused(lab: Lab) -> None:
 
 async def test_hop_by_hop_headers_stay_on_their_hop(lab: Lab) -> None:
     inner = b"connection: keep-alive, X-Inner\r\nkeep-alive: timeout=5\r\nx-inner: 1\r\n"
-    answers(lab, b"HTTP/1.1 200 OK\r\n%bx-outer: 2\r\ncontent-length: 2\r\n\r\n{}" % inner)
-    wire = await lab.connect()
-    await wire.send(
+    lab.ranks[0].handler = sends(
+        b"HTTP/1.1 200 OK\r\n%bx-outer: 2\r\ncontent-length: 2\r\n\r\n{}" % inner
+    )
+    wire = await (await lab.connect()).send(
         b"POST /v1/x HTTP/1.1\r\nHost: localhost:1\r\nConnection: keep-alive, X-Mine\r\n"
         b"X-Mine: 1\r\nKeep-Alive: 5\r\nProxy-Authorization: p\r\nTE: trailers\r\n"
         b"Upgrade: h2c\r\nX-Other: 2\r\nContent-Length: 2\r\n\r\n{}"
@@ -68,8 +60,7 @@ async def test_hop_by_hop_headers_stay_on_their_hop(lab: Lab) -> None:
 
 
 async def test_only_the_clients_address_is_added(lab: Lab) -> None:
-    wire = await lab.connect()
-    await wire.send(
+    wire = await (await lab.connect()).send(
         b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
         b"x-any-agent-client: 8.8.8.8\r\n\r\n{}"
     )
@@ -86,7 +77,9 @@ async def test_only_the_clients_address_is_added(lab: Lab) -> None:
 
 
 async def test_cookies_of_one_client_are_not_anothers(lab: Lab) -> None:
-    answers(lab, OK.replace(b"{}", b"").replace(b"h: 2", b"h: 0\r\nSet-Cookie: who=me; Path=/"))
+    lab.ranks[0].handler = sends(
+        OK.replace(b"{}", b"").replace(b"h: 2", b"h: 0\r\nSet-Cookie: who=me; Path=/")
+    )
     assert "who=me" in await (await get(lab)).head()
     await (await get(lab)).head()
     assert not lab.ranks[0].received[1].values("cookie")
@@ -120,7 +113,7 @@ async def test_what_a_rank_answers_passes_as_it_is(lab: Lab) -> None:
 async def test_compressed_bodies_pass_as_they_are(lab: Lab) -> None:
     packed = gzip.compress(b'{"hello": "world"}')
     head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n"
-    answers(lab, head % len(packed) + packed)
+    lab.ranks[0].handler = sends(head % len(packed) + packed)
     wire = await get(lab, "Accept-Encoding: gzip")
     assert "gzip" in await wire.head()
     assert await wire.take(len(packed)) == packed
@@ -133,18 +126,16 @@ async def test_headers_beyond_ascii(lab: Lab) -> None:
     """UTF-8 passes; a byte that is no text is left out, and breaks nothing."""
     for text, whole in ((b"caf\xc3\xa9", "caf\xc3\xa9"), (b"caf\xe9", "caf")):
         line = b"X-Place: %s\r\n" % text
-        answers(lab, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n%s\r\n" % line)
-        wire = await lab.connect()
-        await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % line)
+        lab.ranks[0].handler = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n%s\r\n" % line)
+        wire = await (await lab.connect()).send(
+            b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % line
+        )
         assert f"X-Place: {whole}\r\n" in await wire.head()
         assert lab.ranks[0].received[-1].values("x-place") == [whole]
 
 
 async def test_a_head_request_has_no_body(lab: Lab) -> None:
-    async def answer(received: Received) -> None:
-        await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
-
-    lab.ranks[0].handler = answer
+    lab.ranks[0].handler = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
     wire = await lab.connect()
     for path in ("/v1/models", "/healthz"):
         await wire.send(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -169,8 +160,7 @@ async def test_one_key_is_sent_on_once_and_two_are_refused(lab: Lab) -> None:
 
 
 async def test_a_client_that_waits_is_told_to_go_on(lab: Lab) -> None:
-    wire = await lab.connect()
-    await wire.send(
+    wire = await (await lab.connect()).send(
         b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
         b"Content-Length: 2\r\n\r\n"
     )
@@ -242,7 +232,7 @@ async def test_headers_leave_before_the_first_chunk(lab: Lab) -> None:
 
 async def test_old_clients_get_streams_without_chunks(lab: Lab) -> None:
     chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    answers(lab, chunked + b"9\r\nall of it\r\n" + END)
+    lab.ranks[0].handler = sends(chunked + b"9\r\nall of it\r\n" + END)
     wire = await get(lab, "Connection: keep-alive", version="1.0")
     assert "chunked" not in (await wire.head()).lower()
     assert await wire.rest() == (b"all of it", False)
@@ -252,11 +242,7 @@ async def test_no_limit_on_calls_at_once(lab: Lab) -> None:
     """More than the 100 connections that a pool has by default."""
     go = asyncio.Event()
 
-    async def answer(received: Received) -> None:
-        await go.wait()
-        await received.answer()
-
-    lab.ranks[0].handler = answer
+    lab.ranks[0].handler = once_set(go)
     wires = [await get(lab) for _ in range(150)]
     await until(lambda: len(lab.ranks[0].received) == 150, "150 calls at once")
     go.set()
@@ -288,8 +274,7 @@ async def test_a_rank_may_answer_before_it_has_the_whole_body(lab: Lab) -> None:
     await rank.kill()
     async with await asyncio.start_server(refuse, "127.0.0.1", rank.port):
         publish(lab.registry, rank.entry())
-        wire = await lab.connect()
-        await wire.send(
+        wire = await (await lab.connect()).send(
             b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )
         await wire.send(b"x" * 1000)
@@ -302,7 +287,7 @@ async def test_an_error_that_is_passed_on_in_parts_keeps_its_status(lab: Lab) ->
         (b"transfer-encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)),
         (b"content-length: 70000", body),
     ):
-        answers(lab, b"HTTP/1.1 503 Unavailable\r\n%b\r\n\r\n%b" % (framing, sent))
+        lab.ranks[0].handler = sends(b"HTTP/1.1 503 Unavailable\r\n%b\r\n\r\n%b" % (framing, sent))
         response = await lab.post("/v1/chat/completions", {})
         assert (response.status_code, response.content) == (503, body)
 

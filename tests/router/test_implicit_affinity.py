@@ -16,7 +16,7 @@ from router.affinity import home_of
 from router.implicit_affinity import ImplicitAffinity
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import Lab, Received
+from tests.support.router import Lab, once_set
 
 PATH = "/v1/chat/completions"
 IMPLICIT = ("sessions.implicit=true", "sessions.grader=tests.support.graders.by_length")
@@ -106,12 +106,8 @@ def keep_waiting(lab: Lab) -> asyncio.Event:
     """No rank answers before it is set."""
     go_on = asyncio.Event()
 
-    async def wait(received: Received) -> None:
-        await go_on.wait()
-        await received.answer()
-
     for rank in lab.ranks:
-        rank.handler = wait
+        rank.handler = once_set(go_on)
     return go_on
 
 

@@ -13,7 +13,7 @@ import pytest
 from router import lease as leasing
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received, answer_empty
+from tests.support.router import FakeRank, Lab, Received, answer_empty, die, refuses, sends
 
 A, B, C = "ses-0-000000000000000a", "ses-1-000000000000000b", "ses-0-000000000000000c"
 NOTHING = b"HTTP/1.1 204 No Content\r\n\r\n"
@@ -60,14 +60,11 @@ NAMED = "X-Any-Agent-Session"
 
 
 async def test_an_ack_that_one_rank_refuses(pair: Lab) -> None:
-    async def lost(received: Received) -> None:
-        await received.answer({"error": {"code": "lease_lost"}}, status=409)
-
     pair.ranks[0].handler = ack
-    pair.ranks[1].handler = lost
+    pair.ranks[1].handler = refuses("lease_lost", 409)
     response = await pair.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]})
     assert response.status_code == 409
-    assert response.json() == {"error": {"code": "lease_lost"}}
+    assert response.json()["error"]["code"] == "lease_lost"
 
 
 async def test_an_ack_whose_rank_stays_away(start_lab: StartLab) -> None:
@@ -165,9 +162,6 @@ async def test_what_is_ready_is_handed_out_at_once_from_each_rank_in_turn(pair: 
 async def test_a_poll_of_ranks_that_only_hang_up(start_lab: StartLab) -> None:
     """It is neither made over and over, nor without an end."""
 
-    async def die(received: Received) -> None:
-        received.die()
-
     lab = await start_lab("server.rank_wait=0.5", ranks=2)
     for rank in lab.ranks:
         rank.handler = die
@@ -247,11 +241,8 @@ async def test_an_ack_and_a_poll_by_query(pair: Lab) -> None:
     answer = await pair.post(f"/rl/v1/ack?owner=me&trained={A}&trained={B}", b"")
     assert answer.json() == {"acked": 2}
 
-    async def nothing(received: Received) -> None:
-        await received.send(NOTHING)
-
     for rank in pair.ranks:
-        rank.handler = nothing
+        rank.handler = sends(NOTHING)
     assert (await pair.post("/rl/v1/lease?owner=me&wait=0", b"")).status_code == 204
     assert pair.ranks[0].received[-1].json == {"wait": 0.0}
     assert pair.ranks[0].received[-1].target == "/rl/v1/lease?owner=me"

@@ -6,14 +6,10 @@ from typing import Any
 
 from tests.router.conftest import StartLab
 from tests.support.messages import refused
-from tests.support.router import Lab, Received
+from tests.support.router import Lab, die
 
 PATHS = ("/v1/messages", "/messages", "/v1/messages/count_tokens")
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": []}
-
-
-async def die(received: Received) -> None:
-    received.die()
 
 
 async def test_a_lost_reply(lab: Lab) -> None:

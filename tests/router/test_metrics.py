@@ -18,7 +18,7 @@ from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric, merged
 from router.metrics import CLIENT_LEFT, METRICS
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received
+from tests.support.router import FakeRank, Lab, Received, die
 
 ADMIN = "admin-key-1"
 SESSIONS = Metric("any_agent_sessions", "gauge", "Sessions.", ("state",))
@@ -184,9 +184,6 @@ async def test_requests_are_counted(lab: Lab) -> None:
 async def test_what_goes_wrong_is_counted(pair: Lab) -> None:
     key = pair.key(0)
     rank = pair.ranks[0]
-
-    async def die(received: Received) -> None:
-        received.die()
 
     async def die_amid(received: Received) -> None:
         await received.begin()

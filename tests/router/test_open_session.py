@@ -14,7 +14,7 @@ from router import open_session, upstream
 from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Handler, Lab, Received
+from tests.support.router import FakeRank, Lab, Received, never, refuses
 
 START = "/rl/v1/start_session"
 NO_SLOT = {"error": {"code": "no_capacity"}}
@@ -146,13 +146,17 @@ async def test_opens_are_spread_evenly(start_lab: StartLab) -> None:
         assert max(counts) - min(counts) <= 1, counts
 
 
-async def test_a_full_rank_is_passed_by(pair: Lab) -> None:
+async def test_a_full_or_dead_rank_is_passed_by(pair: Lab) -> None:
     slots(pair.ranks[0])
     slots(pair.ranks[1], 10)
     answers = [await pair.post(START, {"metadata": {"k": k}, "wait": 5}) for k in range(6)]
     assert [a.json() for a in answers] == [{"rank": 1}] * 6
     assert sorted(r.json["metadata"]["k"] for r in pair.ranks[1].received) == [0, 1, 2, 3, 4, 5]
     assert all(r.json["wait"] == 0 for rank in pair.ranks for r in rank.received)
+    await pair.ranks[0].kill()
+    for _ in range(4):
+        assert (await pair.post(START, {})).status_code == 200
+    assert len(pair.ranks[1].received) == 10
 
 
 async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
@@ -200,21 +204,13 @@ async def test_a_get_asks_each_rank_once_and_then_waits(pair: Lab) -> None:
 async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
     for rank in pair.ranks:
         slots(rank)
-    wire = await pair.connect()
-    await wire.send(
+    wire = await (await pair.connect()).send(
         b"POST /rl/v1/start_session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\n"
         b'{"wait": 60}'
     )
     await until(lambda: sum(opened(pair)) == 3, "it waits")
     wire.close()
     await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the rank is told")
-
-
-def refuses(code: str, status: int) -> Handler:
-    async def handler(received: Received) -> None:
-        await received.answer({"error": {"message": "no", "code": code}}, status=status)
-
-    return handler
 
 
 @pytest.mark.parametrize(
@@ -291,13 +287,8 @@ async def test_a_query_is_bounded(pair: Lab) -> None:
 # -- ranks that stall and ranks without an engine ----------------------------------------------
 
 
-async def hang(received: Received) -> None:
-    """Take a request and never answer, as a stopped process does."""
-    await asyncio.Event().wait()
-
-
 def stall(lab: Lab, rank: FakeRank) -> None:
-    rank.handler = hang
+    rank.handler = never
     lab.silent.add(rank.number)
 
 

@@ -24,7 +24,7 @@ from any_agent.keys import rank_of_session
 from router import ProxyRouter
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
-from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy
+from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.real_parts import await_url, environment
 from tests.support.router import FakeRank, Received
 from tests.support.scripted_engine import ScriptedEngine
@@ -123,22 +123,6 @@ async def test_sessions_open_in_turn_and_stay_where_they_are(pair: list[Proxy]) 
         assert "any_agent_" in (await http.get("/metrics")).text
 
 
-@pytest.mark.parametrize("pair", [[f"server.admin_key={ADMIN}"]], indirect=True)
-async def test_keys_are_judged_by_the_ranks(pair: list[Proxy]) -> None:
-    router = ProxyRouter([proxy.url for proxy in pair])
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", router.route_request)
-    async with TestServer(app) as server, router, client_of(server) as http:
-        for key, status in ((None, 401), ("sk-wrong", 401), (ADMIN, 200)):
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            for method, path in (("POST", "/rl/v1/start_session"), ("GET", "/rl/v1/sessions")):
-                body = b"{}" if method == "POST" else None
-                answer = await http.request(method, path, content=body, headers=headers)
-                assert answer.status_code == status, (key, path)
-            expected = 200 if key == ADMIN else 401
-            assert (await http.get("/metrics", headers=headers)).status_code == expected
-
-
 @pytest.mark.parametrize("pair", [[], [f"server.admin_key={ADMIN}"]], indirect=True)
 async def test_a_granted_slot_is_brought_to_the_rank_of_an_open(pair: list[Proxy]) -> None:
     for proxy in pair:
@@ -206,6 +190,12 @@ async def test_while_a_proxy_is_away_requests_are_told_to_come_again(rank: FakeR
                 assert not thread.is_alive()
         await rank.start()
         assert (await http.get("/rl/v1/capacity")).status_code == 200
+        await rank.kill()
+
+        async def away() -> bool:
+            return (await http.get("/readyz")).status_code == 503
+
+        await until(away, "the death is noticed")
 
 
 async def test_it_is_closed_after_the_loop_that_used_it(rank: FakeRank) -> None:

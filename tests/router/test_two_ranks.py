@@ -157,26 +157,6 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
 # -- sessions ----------------------------------------------------------------------------------
 
 
-async def test_a_prefix_is_a_base_url(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    sessions = [await opened(http) for _ in range(2)]
-    for session, other in zip(sessions, sessions[::-1], strict=True):
-        for name in (session.api_key, session.session_id):
-            refused = await http.post(
-                f"/{name}/v1/chat/completions",
-                json=body(),
-                headers={"Authorization": f"Bearer {other.api_key}"},
-            )
-            assert refused.json()["error"]["code"] == "session_mismatch"
-            response = await http.post(
-                f"/{name}/v1/chat/completions", json=body(), headers={"Authorization": "DUMMY"}
-            )
-            assert response.headers["x-any-agent-session"] == session.session_id
-        response = await http.post(f"/{session.api_key}/rl/v1/finalize", json={"final_reward": 1})
-        assert response.json()["interactions"] == 2
-
-
 # -- calls -------------------------------------------------------------------------------------
 
 
@@ -242,23 +222,3 @@ async def test_lease_export_and_ack_over_ranks(
     others = [await finished(client, http) for _ in range(2)]
     exported = await http.post("/rl/v1/export_trajectories", json={"session_ids": others})
     assert list(exported.json()["trajectories"]) == others
-
-
-async def test_keys_and_admin_routes(start: Start) -> None:
-    pair = await start("server.admin_key=operator-secret")
-    await pair.admit(10)
-    async with (
-        RLClient(pair.url, admin_key="operator-secret", trust_env=False) as client,
-        httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http,
-    ):
-        key = (await client.start_session()).api_key
-        for bearer, status in ((None, 401), ("wrong", 401), (key, 403), ("operator-secret", 200)):
-            headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
-            for path in ("/rl/v1/capacity", "/rl/v1/sessions"):
-                assert (await http.get(path, headers=headers)).status_code == status, path
-        # Its own rank answers for its session.
-        headers = {"Authorization": f"Bearer {key}"}
-        assert "ranks" not in (await http.get("/rl/v1/run", headers=headers)).json()
-        for path in ("/rl/v1/start_session", "/v1/chat/completions"):
-            assert (await http.post(path, json={})).status_code == 401
-        await client.abort(await client.start_session())

@@ -20,7 +20,7 @@ from router.upstream import NeverSent, RankResponse, Upstream, end_to_end, open_
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import LIMIT
-from tests.support.router import END, OK, FakeRank, Received
+from tests.support.router import END, OK, FakeRank, Received, sends
 
 
 @pytest.fixture
@@ -64,25 +64,6 @@ async def test_a_connection_closed_meanwhile_is_not_used(rank: FakeRank) -> None
     assert rank.received[2].body == b"x" * 3000
 
 
-async def test_who_closes_every_connection_at_once_is_not_tried_for_ever() -> None:
-    accepted = 0
-
-    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal accepted
-        accepted += 1
-        writer.transport.abort()
-
-    server = await asyncio.start_server(close, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with open_upstream() as client, asyncio.timeout(LIMIT):
-        for _ in range(5):
-            # Whether the end is there before the request is written is chance.
-            with pytest.raises((NeverSent, ReplyLost)):
-                await client.send("POST", url, "/", CIMultiDict(), b"{}")
-    assert accepted <= 5 * upstream.STALE_TRIES
-    server.close()
-
-
 async def test_where_nobody_listens_nothing_was_sent() -> None:
     async with open_upstream() as client:
         with pytest.raises(NeverSent):
@@ -109,10 +90,7 @@ async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.Mon
 
 async def test_informational_answers_are_passed_over(rank: FakeRank) -> None:
 
-    async def answer(received: Received) -> None:
-        await received.send(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)
-
-    rank.handler = answer
+    rank.handler = sends(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)
     async with open_upstream() as client:
         async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as response:
             assert (response.status, await response.read()) == (200, b"{}")
@@ -122,10 +100,7 @@ async def test_informational_answers_are_passed_over(rank: FakeRank) -> None:
 @pytest.mark.parametrize("more", [b"junk", b"HTTP/1.1 404 No\r\nx: y\r\ncontent-length: 0\r\n\r\n"])
 async def test_what_follows_an_answer_is_no_part_of_it(rank: FakeRank, more: bytes) -> None:
 
-    async def answer(received: Received) -> None:
-        await received.send(OK + more)
-
-    rank.handler = answer
+    rank.handler = sends(OK + more)
     async with open_upstream() as client:
         async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as response:
             assert (response.status, response.reason, await response.read()) == (200, "OK", b"{}")

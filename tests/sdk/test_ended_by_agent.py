@@ -61,14 +61,6 @@ async def test_leaving_a_session_that_its_agent_has_finalized(here: Served) -> N
     assert list(info["rewards"].values()) == [0.5]
 
 
-async def test_an_exception_behind_its_end_goes_on_and_changes_nothing(here: Served) -> None:
-    with pytest.raises(KeyError):
-        async with AgentSession() as session:
-            await Finisher().run("Say 1.")
-            raise KeyError("a tool's result")
-    assert await here.state(session.session_id) == "finalized"
-
-
 async def test_ends_by_clients_that_name_the_session_themselves(here: Served) -> None:
     """Those that nobody here has seen."""
     async with AgentSession() as session:

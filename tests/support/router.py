@@ -75,6 +75,43 @@ async def answer_empty(received: Received) -> None:
     await received.answer()
 
 
+async def die(received: Received) -> None:
+    received.die()
+
+
+async def never(received: Received) -> None:
+    """Take a request and never answer, as a stopped process does."""
+    await asyncio.Event().wait()
+
+
+def says(data: Any = None, *, status: int = 200, headers: dict[str, str] | None = None) -> Handler:
+    async def handler(received: Received) -> None:
+        await received.answer(data, status=status, headers=headers)
+
+    return handler
+
+
+def refuses(code: str, status: int, headers: dict[str, str] | None = None) -> Handler:
+    return says({"error": {"message": "no", "code": code}}, status=status, headers=headers)
+
+
+def sends(data: bytes) -> Handler:
+    async def handler(received: Received) -> None:
+        await received.send(data)
+
+    return handler
+
+
+def once_set(go: asyncio.Event) -> Handler:
+    """Answer once the event is set."""
+
+    async def handler(received: Received) -> None:
+        await go.wait()
+        await received.answer()
+
+    return handler
+
+
 class FakeRank:
     """A rank's HTTP side. ``handler`` answers; what arrived is kept."""
 

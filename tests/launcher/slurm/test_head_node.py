@@ -293,9 +293,3 @@ def test_a_job_that_no_other_node_can_carry_on_is_queued_again(
         with pytest.raises(NodeLost):
             run_job(config, job, stay=True, say=said)
     assert programs.requeued == ["7"] * again
-
-
-def test_a_job_cannot_have_two_redis(lab: Lab, programs: Programs) -> None:
-    config = settings(lab, *LOGGED, "cluster.redis=true")
-    with fails_with(ConfigError, "cluster.redis", "server.journal"):
-        HeadNode(config, JOB, lab.said.append)

@@ -17,7 +17,7 @@ from any_agent.launcher.trial import trial_dir
 from tests.router.conftest import StartLab
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
-from tests.support.router import Lab, Received, serving
+from tests.support.router import Lab, Received, says, serving
 
 ADMIN = "admin-key-1"
 KEYS = f"server.admin_key={ADMIN}"
@@ -353,10 +353,7 @@ async def test_without_keys_it_is_open_on_loopback_alone(start_lab: StartLab) ->
 async def test_switched_off_the_path_is_the_ranks(start_lab: StartLab) -> None:
     lab = await start_lab("server.ui=false")
 
-    async def unknown(received: Received) -> None:
-        await received.answer({"whose": "the rank's"}, status=404)
-
-    lab.ranks[0].handler = unknown
+    lab.ranks[0].handler = says({"whose": "the rank's"}, status=404)
     for path in ("/ui", "/ui/", "/ui/login", "/ui/sessions"):
         answer = await lab.get(path)
         assert (answer.status_code, answer.json()) == (404, {"whose": "the rank's"})

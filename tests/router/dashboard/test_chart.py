@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from router.dashboard.chart import HEIGHT, WIDTH, draw
+from router.dashboard.chart import HEIGHT, WIDTH, draw, number_text
 
 
 def points(path: str) -> list[tuple[float, float]]:
@@ -22,6 +22,8 @@ def test_points_are_in_proportion() -> None:
     assert (x2, y2) == pytest.approx(((x1 + x3) / 2, (y1 + y3) / 2), abs=0.1)
     assert (line.last, chart.bands[1].title) == ("1", "step 2: a 0.5")
     assert [tick.label for tick in chart.columns] == ["1", "3"]
+    numbers = {1234567: "1\u202f234\u202f567", 12.3456: "12.35", 0.00001: "1.00e-05", None: "–"}
+    assert {value: number_text(value) for value in numbers} == numbers
 
 
 def test_gaps_break_a_line_and_a_lone_value_is_a_dot() -> None:

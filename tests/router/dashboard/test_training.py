@@ -44,6 +44,7 @@ def test_only_the_end_of_a_long_file_is_read(
     run = reader.read()
     assert not run.whole and 5 < len(run.steps) < 20
     assert run.last is not None and run.last["step"] == 101
+    assert run.phases() == {"wait": 2.0}
 
 
 def test_dull_sessions_are_counted_between_steps() -> None:
