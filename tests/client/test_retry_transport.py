@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from any_agent.client.backoff import jittered
 from any_agent.client.retry_transport import RetryTransport
 from any_agent.workflow import context
 
@@ -123,3 +125,15 @@ async def test_an_agent_cannot_close_what_others_use() -> None:
     assert not client.is_closed
     await context.close_clients()
     assert client.is_closed
+
+
+def test_it_spreads_within_its_bounds() -> None:
+    waits = {jittered(2.0, 0.5, 1.5) for _ in range(100)}
+    assert len(waits) > 50 and all(1.0 <= wait <= 3.0 for wait in waits)
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    """It is in checkpoints: a refused request must not change what a resumed run draws."""
+    before = random.getstate()
+    jittered(1.0)
+    assert random.getstate() == before

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,99 @@ def test_every_setting_can_be_named(tmp_path: Path) -> None:
         for part in key.split("."):
             if key not in SECRETS:
                 node = node[part] if node is not None else None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def resolved(folder: Path, *plugins: str) -> Path:
+    """Write the settings of a run as its processes get them."""
+    config = load_config(None, [f"plugins={','.join(plugins)}"], {})
+    assert config.plugins == plugins
+    file = folder / "resolved.yaml"
+    file.write_text(yaml.safe_dump(config.dump()))
+    return file
+
+
+def test_each_process_imports_them_once_and_in_order(folder: Path) -> None:
+    for name in ("first_plugin", "second_plugin"):
+        (folder / f"{name}.py").write_text("import os; os.environ['PLUGINS'] += __name__ + ' '")
+    file = resolved(folder, "first_plugin", "second_plugin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLUGINS", "")
+        assert load_resolved(file, {}) == load_resolved(file, {})
+        assert os.environ["PLUGINS"] == "first_plugin second_plugin "
+    for name in ("first_plugin", "second_plugin"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (None, "plugins=bad_plugin"),
+        ("import no_such_package", "'no_such_package'"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_one_that_cannot_be_imported_is_named(folder: Path, code: str | None, problem: str) -> None:
+    if code is not None:
+        (folder / "bad_plugin.py").write_text(code)
+    with fails_with(ConfigError, problem):
+        load_resolved(resolved(folder, "bad_plugin"), {})
+
+
+SGLANG = "engine.kind=sglang"
+
+
+def settings(*overrides: str) -> Config:
+    return load_config(None, overrides, environ={})
+
+
+def test_options_come_as_text_list_or_mapping() -> None:
+    for given in (
+        "--mem-fraction-static 0.8 --enable-metrics",
+        "[--mem-fraction-static, '0.8', --enable-metrics]",
+        "{mem_fraction_static: 0.8, enable-metrics: true, disable-cuda-graph: false}",
+    ):
+        config = settings(SGLANG, f"engine.arguments={given}")
+        assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
+    config = settings(SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}")
+    assert config.engine.arguments == ("--cuda-graph-bs", "1", "2")
+    for given in ("python=/usr/bin/python3", "gpus=2", "arguments=--x"):
+        with fails_with(ConfigError, "engine.kind=sglang"):
+            settings(f"engine.{given}")
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("--model-path /x", "model.path is served"),
+        ("--port=3", "finds a free port"),
+        ("--tp 2", "engine.gpus"),
+        ("--tp-size=2", "engine.gpus"),
+        ("--dp-size 2", "server.ranks"),
+        ("--max_running_requests 3", "engine.max_running_requests"),
+        ("--weight-v 3", "counts its versions"),
+        ("{dtype: half}", "model.dtype"),
+        ("--api-key s3cret", "a key of its own"),
+        ("--tokenizer-worker-num 2", "takes no key"),
+        ("--grpc-port 9", "no key"),
+    ],
+)
+def test_what_the_service_says_itself_is_refused_by_name(given: str, fix: str) -> None:
+    with fails_with(ConfigError, fix) as caught:
+        settings(SGLANG, f"engine.arguments={given}")
+    assert "s3cret" not in caught.value.message
+
+
+def test_settings_survive_the_file_that_parts_read(tmp_path: Path) -> None:
+    import yaml
+
+    config = settings(SGLANG, "engine.arguments={a-b: 1}", "engine.environment={X: 2, A: b}")
+    assert config.engine.environment == {"X": "2", "A": "b"}, "variables are texts"
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(config.dump()))
+    assert load_config(path, environ={}).engine == config.engine

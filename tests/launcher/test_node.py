@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -19,11 +24,12 @@ from safetensors.numpy import save_file
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node, trial
 from any_agent.launcher.process import SupervisedProcess
+from any_agent.launcher.shutdown import Terminated, terminate
 from any_agent.launcher.trial import TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import reserve
 from tests.support.errors import fails_with
-from tests.support.launcher.children import is_alive
+from tests.support.launcher.children import is_alive, until
 from tests.support.launcher.stand_ins import Lab, checked_until, flag, kill_and_wait
 
 pytestmark = pytest.mark.service
@@ -279,3 +285,102 @@ def test_layers_that_no_weight_has_are_refused(tmp_path: Path) -> None:
         trial.require_layers(tmp_path, [])
         with fails_with(ConfigError, "no layer named q_prj; it has norm, q_proj, up_proj"):
             trial.require_layers(tmp_path, ["q_proj", "q_prj"])
+
+
+def get(address: tuple[str, int]) -> int:
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def address_of(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
+    return parts.hostname, parts.port
+
+
+def test_who_connects_while_the_router_is_away_waits_for_the_next(lab: Lab) -> None:
+    with lab.node() as node, ThreadPoolExecutor(4) as pool:
+        router, address = node.parts["router"], address_of(node.url)
+        os.kill(router.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, router.pid, os.WEXITED | os.WNOWAIT)
+        waiting = [pool.submit(get, address) for _ in range(4)]
+        # Not refused, though nobody is there.
+        socket.create_connection(address, timeout=10).close()
+        assert not any(answer.done() for answer in waiting)
+        checked_until(node, lambda: router.restarts == 1 and router.state == "ready")
+        assert [answer.result(60) for answer in waiting] == [200] * 4
+
+
+def test_nobody_waits_for_a_router_that_will_not_come(lab: Lab) -> None:
+    with lab.node() as node:
+        address = address_of(node.url)
+        assert get(address) == 200
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=10)
+
+
+DRAINED, AT_ONCE = 143, 130
+"""How a stand-in ends at SIGTERM and at SIGINT."""
+
+
+def all_started(lab: Lab, node: Node) -> None:
+    checked_until(node, lambda: len(lab.events("starts")) == 6)
+
+
+def codes(lab: Lab) -> dict[str, int]:
+    return {event["part"]: event["code"] for event in lab.events("ends")}
+
+
+def test_at_sigterm_the_router_and_the_trainer_are_told_first_and_engines_last(lab: Lab) -> None:
+    with pytest.raises(Terminated) as left, lab.node() as node:
+        all_started(lab, node)
+        terminate(signal.SIGTERM, None)
+    assert left.value.code == 0, "the program has ended well"
+    ended = lab.names("ends")
+    assert set(ended[:2]) == {"router", "trainer"}
+    assert set(ended[2:4]) == {"rank-0", "rank-1"}
+    assert set(ended[4:]) == {"engine"}
+    assert {codes(lab)[name] for name in ended[:4]} == {DRAINED}
+
+
+def test_an_interrupt_drains_nothing(lab: Lab) -> None:
+    with pytest.raises(KeyboardInterrupt), lab.node() as node:
+        all_started(lab, node)
+        (node.dir.checkpoints / "latest").write_text("step-00000007\n")
+        raise KeyboardInterrupt
+    assert {codes(lab)[name] for name in ("router", "rank-0", "rank-1")} == {AT_ONCE}
+    assert lab.said[-1] == "service   stopped; the same command goes on from step 7"
+
+
+def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
+    lab.keep_busy("rank-1")
+    with pytest.raises(Terminated), lab.node("server.drain_timeout=2") as node:
+        all_started(lab, node)
+        began = time.monotonic()
+        terminate(signal.SIGTERM, None)
+    assert time.monotonic() - began >= 2
+    assert lab.said[-1] == "service   stopped; unfinished work was cut off"
+    assert lab.names("drains") == ["rank-1"]
+    assert codes(lab)["rank-0"] == DRAINED
+    assert codes(lab)["rank-1"] == AT_ONCE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(lab: Lab, number: signal.Signals) -> None:
+    lab.keep_busy("router")
+
+    def again() -> None:
+        until(lambda: lab.names("drains"))
+        os.kill(os.getpid(), number)
+
+    other = threading.Thread(target=again)
+    with pytest.raises(Terminated), lab.node("server.drain_timeout=100000") as node:
+        all_started(lab, node)
+        other.start()
+        terminate(signal.SIGTERM, None)
+    other.join()
+    assert codes(lab)["router"] == AT_ONCE

@@ -14,15 +14,18 @@ import httpx
 import openai
 import pytest
 
+from any_agent.auth.key_store import create_key
 from any_agent.chat import ChatFormat
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
+from any_agent.errors import Forbidden, NotFound
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.protocol.rl import SessionStarted
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
+from any_agent.types import SessionState
 from proxy_ext.server import entry_of
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
@@ -83,13 +86,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(
-    root: Path, chat: ChatFormat, *settings: str, engines: int = 2
-) -> AsyncIterator[Pair]:
-    """``engines``: more than two are for ranks that a test starts later."""
+async def running_pair(root: Path, chat: ChatFormat, *settings: str) -> AsyncIterator[Pair]:
     config = config_for(root, "server.ranks=2", *settings)
     trial_dir(config).create()
-    scripted = [ScriptedEngine(decode=chat.decode) for _ in range(engines)]
+    scripted = [ScriptedEngine(decode=chat.decode) for _ in range(2)]
     async with AsyncExitStack() as stack:
         for engine in scripted:
             await stack.enter_async_context(engine.serve())
@@ -222,3 +222,79 @@ async def test_lease_export_and_ack_over_ranks(
     others = [await finished(client, http) for _ in range(2)]
     exported = await http.post("/rl/v1/export_trajectories", json={"session_ids": others})
     assert list(exported.json()["trajectories"]) == others
+
+
+async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:
+    async with running_pair(tmp_path, chat, "server.admin_key=operator-secret") as pair:
+        await pair.admit(10)
+        await tenants_of(pair)
+
+
+async def tenants_of(pair: Pair) -> None:
+    path = trial_dir(pair.config).keys
+    keys = {name: create_key(path, "tenant", tenant=name)[0] for name in ("alice", "bob")}
+    opened: dict[str, set[str]] = {}
+    for name, key in keys.items():
+        opened[name] = {await session_of(pair, key) for _ in range(4)}
+        assert {rank_of_session(id) for id in opened[name]} == {0, 1}
+        async with RLClient(pair.url, admin_key=key, trust_env=False) as client:
+            with pytest.raises(Forbidden):
+                await client.get_capacity()
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
+        for name, key in {**keys, "": "operator-secret"}.items():
+            answer = await http.get("/rl/v1/sessions", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            seen = {session["session_id"] for session in answer.json()}
+            assert seen == (opened[name] if name else opened["alice"] | opened["bob"])
+    async with RLClient(pair.url, admin_key=keys["bob"], trust_env=False) as client:
+        for id in opened["alice"]:
+            with pytest.raises(NotFound):
+                await client.session_info(id)
+
+
+async def session_of(pair: Pair, key: str) -> str:
+    """A new session, opened without an idempotency key, which would choose its rank."""
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
+        answer = await http.post("/rl/v1/start_session", json={}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["session_id"])
+
+
+async def judged(client: RLClient, pair: Pair) -> SessionStarted:
+    """A session with one call that awaits its reward, kept alive on the way."""
+    session = await client.start_session()
+    assert (await client.heartbeat(session)).session_id == session.session_id
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http:
+        response = await http.post(
+            "/v1/chat/completions",
+            json={"model": "m", "messages": HELLO, "max_tokens": 4},
+            headers={"authorization": f"Bearer {session.api_key}"},
+        )
+    assert response.status_code == 200, response.text
+    await client.finalize(session.api_key, await_reward=True)
+    await client.set_reward(session.api_key, {"correct": 1})
+    assert (await client.finalize(session.api_key)).state == "finalized"
+    return session
+
+
+async def test_every_rank_does_its_own(pair: Pair) -> None:
+    async with RLClient(pair.url, timeout=LIMIT, retry_for=5) as client:
+        sessions: list[SessionStarted] = []
+        ranks: list[int | None] = []
+        # The key of each open decides the rank, by chance.
+        while len(sessions) < 3 or (set(ranks) != {0, 1} and len(sessions) < 64):
+            sessions.append(await judged(client, pair))
+            ranks.append(rank_of_session(sessions[-1].session_id))
+        assert set(ranks) == {0, 1}
+        for session in sessions[:2]:
+            info = await client.veto_session(session.session_id, "by a test")
+            assert (info.state, info.reason) == ("rejected", "vetoed: by a test")
+        for session in sessions:
+            info = await client.delete_session(session.session_id)
+            assert (info.state, info.content) == ("rejected", "deleted")
+            details = await client.session_details(session.session_id)
+            assert [(r.name, r.value) for r in details.reward_history] == [("correct", 1)]
+    for rank, proxy in pair.proxies.items():
+        counts = proxy.service.sessions.counts
+        assert counts.now["train", SessionState.REJECTED] == ranks.count(rank)
