@@ -86,10 +86,13 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(root: Path, chat: ChatFormat, *settings: str) -> AsyncIterator[Pair]:
+async def running_pair(
+    root: Path, chat: ChatFormat, *settings: str, engines: int = 2
+) -> AsyncIterator[Pair]:
+    """``engines``: more than two are for ranks that a test starts later."""
     config = config_for(root, "server.ranks=2", *settings)
     trial_dir(config).create()
-    scripted = [ScriptedEngine(decode=chat.decode) for _ in range(2)]
+    scripted = [ScriptedEngine(decode=chat.decode) for _ in range(engines)]
     async with AsyncExitStack() as stack:
         for engine in scripted:
             await stack.enter_async_context(engine.serve())
