@@ -75,7 +75,7 @@ _ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
 OVERVIEW = "/rl/v1/overview"
 _KEYLESS = ("/", "/healthz", "/readyz", "/health", "/metrics", OVERVIEW)
 """Paths that the router answers without a key; metrics and overview check keys themselves."""
-_STOP_SECONDS = 1.5
+STOP_SECONDS = 1.5
 """Time for which aiohttp waits for requests under way, and again after it has cancelled them."""
 
 
@@ -282,7 +282,7 @@ class Router:
             raise EngineUnavailable(
                 "no engine answers: calls wait for one, then get 503; try again", retry_after=2
             )
-        ready = [rank for rank in live if not self._is_full(rank)]
+        ready = [rank for rank in live if not self.is_full(rank)]
         if not ready:
             raise ServiceUnavailable(
                 "the disk of the ranks' journals is full: calls get 507 until there is "
@@ -292,7 +292,7 @@ class Router:
             )
         return await self.replies.json(request, {"status": "ready", "ranks": ready})
 
-    def _is_full(self, rank: int) -> bool:
+    def is_full(self, rank: int) -> bool:
         entry = self.ranks.entry(rank)
         return entry is not None and entry.store_full
 
@@ -328,7 +328,7 @@ async def listening(router: Router, listener: socket.socket) -> AsyncIterator[No
             max_headers=_MAX_HEADERS,
             auto_decompress=False,
         )
-        runner = web.ServerRunner(low_level, shutdown_timeout=_STOP_SECONDS)
+        runner = web.ServerRunner(low_level, shutdown_timeout=STOP_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener, backlog=2048).start()

@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 GRANT = "/grant_capacity"
 AREAL_START = "/rl/start_session"
 _GRANT_ONLY = MappingProxyType({GRANT_ONLY_HEADER: "1"})
-_MAX_TRIES = 64  # of an open, if each time another open took the slot that was granted meanwhile
-_ASK_TIMEOUT = 10.0  # seconds for a rank's answer while other ranks are still to be asked
+MAX_TRIES = 64  # of an open, if each time another open took the slot that was granted meanwhile
+ASK_TIMEOUT = 10.0  # seconds for a rank's answer while other ranks are still to be asked
 _HUNG_SECONDS = 30.0
 """Time for which a rank that did not answer in time is not asked for granted slots."""
-_MOVE_TIMEOUT = 10.0  # seconds for one rank's part in moving a slot
+MOVE_TIMEOUT = 10.0  # seconds for one rank's part in moving a slot
 _MOVE_TRIES = 4  # requests in that time, under one idempotency key
 _Owner: TypeAlias = Literal["run", "others"]
 
@@ -103,7 +103,7 @@ class SlotGrants:
         sent = False
         for _ in range(_MOVE_TRIES):
             try:
-                async with asyncio.timeout(_MOVE_TIMEOUT / _MOVE_TRIES):
+                async with asyncio.timeout(MOVE_TIMEOUT / _MOVE_TRIES):
                     answer = await self._forwarder.exchange(
                         rank, "POST", GRANT, headers.copy(), content
                     )
@@ -229,7 +229,7 @@ class ArealRoutes:
     ) -> UpstreamResponse | None:
         """Open on a granted slot of this rank, or of another one, which is brought here; None if no
         rank has one."""
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             before = (self._granted, self._grants.moved)
             answer = await self._forwarder.ask(
                 request, rank, content=content, deadline=deadline, more=_GRANT_ONLY
@@ -302,7 +302,7 @@ class ArealRoutes:
         answer = await self._ask_for_grant(request, content, order)
         tries = 0
         while not (answer or (resting and before == (self._granted, self._grants.searches))):
-            if tries == _MAX_TRIES:
+            if tries == MAX_TRIES:
                 raise _too_many_grants()
             tries += 1
             async with self._grants.at_rest:
@@ -331,7 +331,7 @@ class ArealRoutes:
         """Return a rank's answer; None if it went away, perhaps after it opened a session whose key
         no client has."""
         try:
-            async with asyncio.timeout(_ASK_TIMEOUT):
+            async with asyncio.timeout(ASK_TIMEOUT):
                 return await self._forwarder.ask(request, rank, content=content, more=more)
         except TimeoutError:
             self._hung_until[rank] = time.monotonic() + _HUNG_SECONDS

@@ -119,17 +119,17 @@ class ClientResponder:
                 return await self._finish(request, response, writer)
             await writer.write(chunk, drain=False)
             if protocol.writing_paused:
-                await self._drain(request, writer)
+                await self.drain(request, writer)
 
     async def _finish(
         self, request: web.BaseRequest, response: web.StreamResponse, writer: StreamWriter
     ) -> web.StreamResponse:
         writer.set_eof()
         if request.protocol.writing_paused:
-            await self._drain(request, writer)
+            await self.drain(request, writer)
         return response
 
-    async def _drain(self, request: web.BaseRequest, writer: StreamWriter) -> None:
+    async def drain(self, request: web.BaseRequest, writer: StreamWriter) -> None:
         """Wait until the client has taken what was written."""
         transport = request.transport
         if transport is None:

@@ -19,7 +19,7 @@ from router.forward import Forwarder
 from router.open_session import MAX_BYTES
 from router.upstream import UpstreamResponse
 
-_READ_TIMEOUT = 10.0
+READ_TIMEOUT = 10.0
 _WRITE_TIMEOUT = 60.0  # longer than a rank waits for its engine
 _LAST_PAGE = 1  # no session has a lower number
 
@@ -84,7 +84,7 @@ class FanOut:
         async def ask(rank: int) -> UpstreamResponse | None:
             try:
                 async with asyncio.timeout(
-                    _READ_TIMEOUT if request.method == "GET" else _WRITE_TIMEOUT
+                    READ_TIMEOUT if request.method == "GET" else _WRITE_TIMEOUT
                 ):
                     return await self._forwarder.ask(request, rank, content=content)
             except (AnyAgentError, TimeoutError):

@@ -57,7 +57,7 @@ class ImplicitAffinity:
             return await self._forwarder.pass_on(request, self._rank_of_response(id), body)
         content = await body.read()
         if len(content) > MAX_SHORT_BYTES:
-            parsing = asyncio.get_running_loop().run_in_executor(None, self._name, path, content)
+            parsing = asyncio.get_running_loop().run_in_executor(None, self.name, path, content)
             try:
                 name = await asyncio.shield(parsing)
             except asyncio.CancelledError:
@@ -65,14 +65,14 @@ class ImplicitAffinity:
                 await asyncio.wait([parsing])
                 raise
         else:
-            name = self._name(path, content)
+            name = self.name(path, content)
         if not isinstance(name, str):
             return await self._forwarder.pass_on(request, name, body, content=content)
         return await self._forwarder.pass_to_homes(
             request, lambda: homes_of(name, self._ranks.fleet), body, content
         )
 
-    def _name(self, path: str, content: bytes) -> str | int | None:
+    def name(self, path: str, content: bytes) -> str | int | None:
         """Return the name of a call's conversation, or the rank of the response that it continues;
         None for a body that any rank will refuse."""
         if len(content) > _MAX_VALUES and sum(map(content.count, b",[{")) > _MAX_VALUES:

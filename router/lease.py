@@ -18,7 +18,7 @@ from router.forward import Forwarder
 from router.open_session import MAX_BYTES
 from router.upstream import UpstreamResponse
 
-_SLICE = 1.0  # seconds for which one rank is polled before the others are asked again
+SLICE = 1.0  # seconds for which one rank is polled before the others are asked again
 _MAX_WAIT = 300.0  # seconds of a poll, as the ranks have it
 
 
@@ -118,7 +118,7 @@ class LeaseRoute:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return quiet
-            answer = await self._poll_rank(request, fields, quiet.rank, min(_SLICE, remaining))
+            answer = await self._poll_rank(request, fields, quiet.rank, min(SLICE, remaining))
             if answer is not None and answer.status != 204:
                 return answer
 

@@ -31,7 +31,7 @@ from router.body import RequestBody
 from router.forward import Forwarder
 from router.upstream import NeverSent, Upstream
 
-_TIMEOUT = 2.0
+TIMEOUT = 2.0
 _TRAINER = "trainer"
 
 CLIENT_LEFT = 499
@@ -202,7 +202,7 @@ class MetricsRoute:
         headers = CIMultiDict({"Authorization": f"Bearer {key}"})
         try:
             async with (
-                asyncio.timeout(_TIMEOUT),
+                asyncio.timeout(TIMEOUT),
                 await self._upstream.send("GET", url, "/metrics", headers, None) as response,
             ):
                 body = await response.read()

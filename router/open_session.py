@@ -41,7 +41,7 @@ START = "/rl/v1/start_session"
 _LATE = 120.0
 """Seconds for which the answer of a rank that was given up is awaited, longer than the launcher
 lets a stalled one live."""
-_MAX_LATE = 64
+MAX_LATE = 64
 """Answers that are awaited so at once: each holds a connection, beyond those that clients pay for
 with their own."""
 _ABORT = orjson.dumps({"reason": "its opener was sent elsewhere", "keep_place": True})
@@ -193,7 +193,7 @@ class OpenRoute:
                 raise
         if asking.done():
             return asking.result()
-        if IDEMPOTENCY_KEY in request.headers or len(self._late) >= _MAX_LATE:
+        if IDEMPOTENCY_KEY in request.headers or len(self._late) >= MAX_LATE:
             # A retry with the key gets the session; without one it expires as idle.
             asking.cancel()
         else:

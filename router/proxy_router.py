@@ -93,7 +93,7 @@ class ProxyRouter:
         @asynccontextmanager
         async def running() -> AsyncIterator[Router]:
             async with self:
-                router = await self._opened(host)
+                router = await self.opened(host)
                 async with listening(router, listener):
                     print(f"any-agent router listening at {bound}", flush=True)
                     yield router
@@ -110,7 +110,7 @@ class ProxyRouter:
         """
         try:
             _require_plain(request)
-            router = await self._opened(LOOPBACK[0])
+            router = await self.opened(LOOPBACK[0])
         except (ConfigError, StartupError) as error:
             log.error("requests cannot be routed: %s", error)
             away = ServiceUnavailable(
@@ -137,7 +137,7 @@ class ProxyRouter:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _opened(self, host: str) -> Router:
+    async def opened(self, host: str) -> Router:
         """Return the router, opened by the first caller; concurrent callers share the outcome."""
         opening = self._opening
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):

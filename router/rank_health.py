@@ -15,12 +15,12 @@ from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 
 log = logging.getLogger(__name__)
 
-_REFRESH = 0.5
+REFRESH = 0.5
 STALLED_AFTER = 3.5
 """Seconds without a registry entry after which a rank that takes connections opens no session."""
 _STALL_GRACE = 2.0
 """Seconds that a rank which is stalled already has for the answer to an open."""
-_MAX_WAITING = 1024  # requests that may wait for ranks at once; further ones get 503
+MAX_WAITING = 1024  # requests that may wait for ranks at once; further ones get 503
 
 
 class RankHealth:
@@ -177,7 +177,7 @@ class RankHealth:
 
     async def _wait(self, deadline: float, what: str) -> None:
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or self._stopped or self.waiting >= _MAX_WAITING:
+        if remaining <= 0 or self._stopped or self.waiting >= MAX_WAITING:
             raise ServiceUnavailable(f"{what}; try again", retry_after=2)
         self.waiting += 1
         try:
@@ -201,7 +201,7 @@ class RankHealth:
     async def _watch(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_REFRESH):
+                async with asyncio.timeout(REFRESH):
                     await self._refresh_now.wait()
             self._refresh_now.clear()
             try:

@@ -20,7 +20,7 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from any_agent.errors import ReplyLost, ServiceUnavailable
 
-_CONNECT_TIMEOUT = 5.0
+CONNECT_TIMEOUT = 5.0
 OUT_OF_DESCRIPTORS = "too_many_connections"
 """The code of the error of a router that has no file descriptor for a connection to a rank."""
 _STALE_TRIES = 10
@@ -376,7 +376,7 @@ class Upstream:
         secure = url.scheme == "https"
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT):
+            async with asyncio.timeout(CONNECT_TIMEOUT):
                 _, connection = await loop.create_connection(
                     lambda: _RankConnection(pool),
                     url.hostname or "",

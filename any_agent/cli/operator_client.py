@@ -14,11 +14,11 @@ from any_agent.runtime.command_line import option
 if TYPE_CHECKING:
     from any_agent.client.rl_client import RLClient
 
-_URL = "http://127.0.0.1:8000"
+DEFAULT_URL = "http://127.0.0.1:8000"
 _URL_FROM = "ANY_AGENT_URL"
 """The only variable that names the service here: an operator's key must not reach what
 OPENAI_BASE_URL names, which may be another provider."""
-_PATIENCE = 2.0
+PATIENCE = 2.0
 _TIMEOUT = 15.0  # seconds that one answer may take
 """Seconds of retries while the service does not answer."""
 KEY_HELP = (
@@ -44,7 +44,7 @@ _REASONS = {
 def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
     """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
     parser.set_defaults(tenants_key="tenant" in holder)
-    option(parser, "--url URL", f"the service (default: {_URL_FROM}, else {_URL})")
+    option(parser, "--url URL", f"the service (default: {_URL_FROM}, else {DEFAULT_URL})")
     option(parser, "--key KEY", f"{holder} key; safer in the environment")
 
 
@@ -61,7 +61,7 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
     arguments.url = _url(arguments.url)
 
     async def run() -> int:
-        client = RLClient(arguments.url, admin_key=key, timeout=_TIMEOUT, retry_for=_PATIENCE)
+        client = RLClient(arguments.url, admin_key=key, timeout=_TIMEOUT, retry_for=PATIENCE)
         async with client:
             return await act(client)
 
@@ -83,7 +83,7 @@ def _url(given: str | None) -> str:
     if not found:
         found, named_by = os.environ.get(_URL_FROM, "").strip(), _URL_FROM
     if not found or is_placeholder(found):
-        return _URL
+        return DEFAULT_URL
     return found if names_file(found) else checked_url(found, named_by)
 
 

@@ -271,7 +271,7 @@ def _row(line: SessionLine) -> tuple[str, ...]:
         _reward_count(line),
         "-" if line.final_reward is None else f"{line.final_reward:g}",
         "-" if line.step is None else str(line.step),
-        _age(time.time() - line.created_at),
+        age(time.time() - line.created_at),
         printable(line.group_id or line.task_id or "-"),
         printable(", ".join(filter(None, notes))),
     )
@@ -284,7 +284,7 @@ def _reward_count(line: SessionLine) -> str:
     return str(line.rewards_given or "-")
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f}{unit}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yarl import URL
 
 MAX_CONNECTIONS = 256
-_MAX_POLLS = MAX_CONNECTIONS // 2
+MAX_POLLS = MAX_CONNECTIONS // 2
 """Connections for requests that wait at the service; the others stay free for short requests."""
 _CONNECT_TIMEOUT = 10.0
 _KEEPALIVE_TIMEOUT = 30.0
@@ -70,7 +70,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         self._proxies: dict[URL, str | None] = {}
         """The proxy for each origin that a request went to."""
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._polls = asyncio.Semaphore(_MAX_POLLS)
+        self._polls = asyncio.Semaphore(MAX_POLLS)
 
     async def request(
         self,
@@ -108,7 +108,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
                 allow_redirects=False,
                 skip_auto_headers=("Accept-Encoding",),
                 proxy=self._proxy(target),
-                ssl=self._context(target),
+                ssl=self.context(target),
             )
             # aiohttp's own limits begin when the whole request is sent.
             async with asyncio.timeout(None if self.bounded else _CONNECT_TIMEOUT + timeout):
@@ -141,7 +141,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
                     skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
                     auto_decompress=False,
                     proxy=self._proxy(target),
-                    ssl=self._context(target),
+                    ssl=self.context(target),
                 )
         return httpx.Response(
             response.status,
@@ -166,7 +166,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
             self.session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
         return self.session
 
-    def _context(self, url: URL) -> ssl.SSLContext | bool:
+    def context(self, url: URL) -> ssl.SSLContext | bool:
         if url.scheme != "https" or (self.tls is None and not self._owns_session):
             # The connector of the caller's session may have a context of its own.
             return True

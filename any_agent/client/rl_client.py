@@ -61,7 +61,7 @@ _GATEWAYS = (413, 429, *_LOST_OR_UNREACHABLE)
 
 log = logging.getLogger(__name__)
 
-_SILENCE = 2.0
+SILENCE = 2.0
 """Seconds of waiting after which a word is said."""
 _MAX_ANSWERED = 1024
 _answered: set[str] = set()
@@ -111,7 +111,7 @@ class RLClient:
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
-        self._first_contact = first_contact
+        self.first_contact = first_contact
         self._timeout = timeout
         self._http = http or AiohttpTransport(timeout=timeout, trust_env=trust_env, tls=tls)
 
@@ -394,14 +394,14 @@ class RLClient:
         if once:
             headers["Idempotency-Key"] = once if isinstance(once, str) else uuid.uuid4().hex
         patience = self._retry_for if retry_for is None else retry_for
-        if self._first_contact is not None and self.url not in _answered:
-            patience = min(patience, self._first_contact)
+        if self.first_contact is not None and self.url not in _answered:
+            patience = min(patience, self.first_contact)
         backoff = Backoff(patience, first=0.05, longest=2.0)
-        begun, told = time.monotonic(), self._first_contact is None
+        begun, told = time.monotonic(), self.first_contact is None
         while True:
             last = not backoff.allows(backoff.delay)
             url = self.url
-            if not told and time.monotonic() - begun > _SILENCE:
+            if not told and time.monotonic() - begun > SILENCE:
                 told, name = True, url or "the service"
                 if name not in _waited_for and len(_waited_for) < _MAX_ANSWERED:
                     _waited_for.add(name)

@@ -153,7 +153,7 @@ def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-_files: dict[Path, UrlFile] = {}
+known_files: dict[Path, UrlFile] = {}
 """The files that this process follows."""
 
 
@@ -175,7 +175,7 @@ def url_file(url: str, named_by: str) -> UrlFile:
             f"{named_by} is {url[:200]!r}: name the file with a service's URL by its full path, "
             "like file:///shared/run/url"
         )
-    return _files.setdefault(path, UrlFile(path))
+    return known_files.setdefault(path, UrlFile(path))
 
 
 def _behind(path: str, file: str) -> str | None:
@@ -193,7 +193,7 @@ def _behind(path: str, file: str) -> str | None:
 def moved(url: str) -> str | None:
     """Return the URL to use instead because its service has moved; None if it has not."""
     # Of several services at one address the present one counts, else the last one that left it.
-    files = sorted(_files.values(), key=lambda file: -file.moved_at)
+    files = sorted(known_files.values(), key=lambda file: -file.moved_at)
     if any(file.is_at(url) for file in files):
         return None
     return next((to for file in files if (to := file.moved(url)) is not None), None)

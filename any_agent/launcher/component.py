@@ -25,12 +25,12 @@ _ENDED_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -sig
 failure of the part itself. Proxies and routers that are stopped end with code 0."""
 _START_ERRORS = (OSError, subprocess.SubprocessError)
 
-_MAX_RESTARTS = 5
+MAX_RESTARTS = 5
 """Deaths within ``_WINDOW`` seconds, and consecutive lives that failed without any result."""
 _WINDOW = 60.0
-_MAX_FAILURES = 20
+MAX_FAILURES = 20
 """Failures of the part itself within ``_LONG_WINDOW`` seconds; they end a part that dies slowly."""
-_MAX_DEATHS = 40
+MAX_DEATHS = 40
 """Deaths of every kind within ``_LONG_WINDOW`` seconds, and consecutive lives without progress,
 which end a trainer that the system kills for its memory at every step."""
 _LONG_WINDOW = 600.0
@@ -64,9 +64,9 @@ class RestartHistory:
         recent = [death for death in self._deaths if now - death[0] < _LONG_WINDOW]
         self._deaths = [*recent, (now, failed)]
         limits = (
-            (self._recent_deaths(now), _MAX_RESTARTS),
-            (sum(own for _, own in self._deaths), _MAX_FAILURES),
-            (max(len(self._deaths), self._stuck_lives), _MAX_DEATHS),
+            (self._recent_deaths(now), MAX_RESTARTS),
+            (sum(own for _, own in self._deaths), MAX_FAILURES),
+            (max(len(self._deaths), self._stuck_lives), MAX_DEATHS),
         )
         return next((count for count, limit in limits if count > limit), None)
 

@@ -25,7 +25,7 @@ from any_agent.rundir.registry import HEARTBEAT, Registry, RegistryEntry, rank_n
 from any_agent.runtime.atomic_files import append_line, make_folder, write_atomic
 
 MAX_RANKS = 1000
-_LEAVE = 3.0
+LEAVE = 3.0
 """Seconds from a change of the fleet until a process ends: by then all have read the fleet."""
 _KILL_AFTER = 10.0  # seconds beyond `server.drain_timeout` after which a process is killed
 _REQUEST = ".request.json"
@@ -266,9 +266,9 @@ class FleetController:
         """End a rank's processes; at once if it never served, so that nobody uses it."""
         served = self.fleet.knew(rank)
         self._set(rank, None)
-        self._end_parts(rank, [rank_name(rank), f"engine-{rank}"], after=_LEAVE if served else 0.0)
+        self._end_parts(rank, [rank_name(rank), f"engine-{rank}"], after=LEAVE if served else 0.0)
 
-    def _end_parts(self, rank: int, names: list[str], *, after: float = _LEAVE) -> None:
+    def _end_parts(self, rank: int, names: list[str], *, after: float = LEAVE) -> None:
         parts = [name for name in names if name in self._parts]
         if not after:
             for name in parts:

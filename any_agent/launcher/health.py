@@ -21,7 +21,7 @@ from any_agent.launcher.process import DIRECT
 from any_agent.launcher.training_progress import all_before, describe_all
 from any_agent.runtime.command_line import printable
 
-_INTERVAL = 1.0  # seconds from one look to the next; the overview is made anew less often
+INTERVAL = 1.0  # seconds from one look to the next; the overview is made anew less often
 _TIMEOUT = 4.0
 _MISSED = 2  # looks in a row without an answer that are a change: a router may be restarting
 _PLAIN_INTERVAL = 60.0  # seconds between two lines where nothing is rewritten
@@ -156,7 +156,7 @@ class HealthWatch:
                     text = f"bad, the service does not answer at {self._url}"
                     do = "bad       It is started again by itself; logs/router.log has the reason."
                     self.latest = Health(f"now       {text}", (do,), (do,))
-            self._ended.wait(_INTERVAL)
+            self._ended.wait(INTERVAL)
 
     def _look(self) -> dict[str, Any]:
         """Return the overview. Raises OSError or HTTPException without one, ValueError for what is

@@ -147,7 +147,7 @@ class Node:
             self._model,
             training=self.options.train,
             add=self._add,
-            registered=self._registered,
+            registered=self.registered,
             say=self.options.say,
         )
         self._stack.enter_context(self._ranks)
@@ -411,7 +411,7 @@ class Node:
         self._add(
             "router",
             lambda: command,
-            ready=self._registered("router", url_of(from_here(host), port)),
+            ready=self.registered("router", url_of(from_here(host), port)),
             where=f" at {self.url}",
             # It calls ranks, never an engine. The journal's Redis has the registry.
             secrets=(ADMIN_KEY_VARIABLE, JOURNAL_VARIABLE),
@@ -436,7 +436,7 @@ class Node:
         self._add(
             "trainer",
             lambda: Command(arguments, variables=variables),
-            ready=self._registered("trainer") if leads else lambda _: True,
+            ready=self.registered("trainer") if leads else lambda _: True,
             opened=self._admits if leads else lambda: True,
             timeout=math.inf,
             progress=lambda: _size(self.dir.metrics),
@@ -496,7 +496,7 @@ class Node:
                 )
             time.sleep(0.02)
 
-    def _registered(self, name: str, url: str | None = None) -> Callable[[SupervisedProcess], bool]:
+    def registered(self, name: str, url: str | None = None) -> Callable[[SupervisedProcess], bool]:
         """Return a check that the process itself has registered as ready, and answers.
 
         Its predecessor or another program could answer at the same address.

@@ -26,7 +26,7 @@ _PYTHON_VARIABLES = (
 """Variables that tell this interpreter where its modules lie; another environment's must not
 inherit them."""
 _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-_PART = 1 << 20  # bytes of a log that are in memory at once
+PART = 1 << 20  # bytes of a log that are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class SupervisedProcess:
         sought = secret.encode()
         with open(self.log, "r+b", buffering=0) as file:
             log = file.fileno()
-            while len(part := os.pread(log, _PART, self._masked)) >= len(sought):
+            while len(part := os.pread(log, PART, self._masked)) >= len(sought):
                 at = part.find(sought)
                 while at >= 0:
                     # In place, because the program appends to the same file.

@@ -31,7 +31,7 @@ from any_agent.rundir.layout import (
 from any_agent.runtime.environment import environment_without
 from any_agent.runtime.signals import die_with_parent
 
-_CHECK_INTERVAL = 60.0
+CHECK_INTERVAL = 60.0
 """Seconds for which weights that were read count as undamaged: the engines of a node start at
 once."""
 _checked: dict[Path, float] = {}
@@ -299,7 +299,7 @@ def sound_weights(config: Config) -> TrialWeights | None:
     initial model in their place.
     """
     while (found := newest_weights(config)) is not None:
-        if time.monotonic() < _checked.get(found.path, 0.0) + _CHECK_INTERVAL:
+        if time.monotonic() < _checked.get(found.path, 0.0) + CHECK_INTERVAL:
             return found
         if sound(found.path):
             _checked[found.path] = time.monotonic()

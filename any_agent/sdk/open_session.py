@@ -44,19 +44,19 @@ _NOTICE_INTERVAL = 60.0
 """Seconds until the later log lines of a wait, and between two. Short waits are usual, as training
 admits no more sessions than it wants."""
 
-_asks_early = True
+asks_early = True
 """False once an opening of this process asks, or has asked, for the reason of its wait."""
-_next_notice = -math.inf
+next_notice = -math.inf
 
 
 def _log_wait(
     waited: float, service: ServiceAddress, error: TooManyRequests, *, early: bool = False
 ) -> None:
     """Log why sessions wait, once a minute for all of them: the reason is the same for all."""
-    global _next_notice
+    global next_notice
     now = time.monotonic()
-    if early or (waited >= _NOTICE_INTERVAL and now >= _next_notice):
-        _next_notice = now + _NOTICE_INTERVAL
+    if early or (waited >= _NOTICE_INTERVAL and now >= next_notice):
+        next_notice = now + _NOTICE_INTERVAL
         log.warning(
             "a session has waited %.0f s for a slot at %s: %s", waited, service.named, error.message
         )
@@ -268,11 +268,11 @@ async def open_session(
 ) -> SessionStarted:
     """Open a session with the ``given`` fields as soon as there is a slot; TooManyRequests after
     ``wait`` seconds."""
-    global _asks_early
+    global asks_early
     # An idempotent request is also recognised by its body, so a caller's key has one wait.
-    early = _asks_early and idempotency_key is None and wait > _SILENCE
+    early = asks_early and idempotency_key is None and wait > _SILENCE
     usual = min(wait, _MAX_SERVER_WAIT)
-    _asks_early = _asks_early and not early
+    asks_early = asks_early and not early
 
     async def attempt() -> SessionStarted:
         nonlocal early
@@ -299,7 +299,7 @@ async def open_session(
         return await wait_for_slot(attempt, patience=wait, refused=log_wait)
     finally:
         # It had not to wait: a later one may.
-        _asks_early = _asks_early or early
+        asks_early = asks_early or early
 
 
 async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_place: bool) -> None:

@@ -13,11 +13,11 @@ from any_agent.errors import TooManyRequests
 
 LIFETIME = 12 * 3600.0
 """Seconds for which a login lasts."""
-_MAX_LOGINS = 1024
+MAX_LOGINS = 1024
 _MAX_PER_KEY = 8
 _MAX_FAILURES = 5  # wrong keys from one address in a minute
 _WINDOW = 60.0
-_MAX_ADDRESSES = 4096
+MAX_ADDRESSES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Logins:
         own = [token for token, login in self._by_token.items() if login.identity == identity]
         if len(own) >= _MAX_PER_KEY:
             del self._by_token[own[0]]
-        elif len(self._by_token) >= _MAX_LOGINS:
+        elif len(self._by_token) >= MAX_LOGINS:
             self._by_token.popitem(last=False)
         token = secrets.token_urlsafe(32)
         self._by_token[_digest(token)] = Login(key, identity, time.monotonic() + LIFETIME)
@@ -94,7 +94,7 @@ class FailureLimit:
         failures = self._at.setdefault(network, deque(maxlen=_MAX_FAILURES))
         failures.append(time.monotonic())
         self._at.move_to_end(network)
-        if len(self._at) > _MAX_ADDRESSES:
+        if len(self._at) > MAX_ADDRESSES:
             self._at.popitem(last=False)
 
 

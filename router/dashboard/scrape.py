@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 _SAMPLE = re.compile(r"(any_agent_\w+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_WANTED = re.compile(
+WANTED = re.compile(
     "any_agent_(sessions|slots_.*|calls_running|calls_limit|calls_total|output_tokens_total"
     "|undelivered_answers_total|journal_full|journal_log_away|journal_damaged_total"
     "|opens_refused_total|calls_refused_total|train_disk_full|train_tracker_failures_total"
@@ -28,7 +28,7 @@ class Samples:
         self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for line in text.splitlines():
             match = None if line.startswith("#") else _SAMPLE.match(line)
-            if match is None or not _WANTED.fullmatch(match[1]):
+            if match is None or not WANTED.fullmatch(match[1]):
                 continue
             labels = dict(_LABEL.findall(match[2] or ""))
             self._by_name.setdefault(match[1], []).append((labels, float(match[3])))

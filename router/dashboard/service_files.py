@@ -14,7 +14,7 @@ from any_agent.errors import NotFound
 from any_agent.rundir.layout import RunDir
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,63}")
-_MAX_BYTES = 128 << 10
+MAX_BYTES = 128 << 10
 """Bytes of the end of a log that are shown."""
 _MAX_SETTINGS = 256 << 10
 
@@ -78,9 +78,9 @@ def log_of(run: RunDir, name: str) -> LogTail:
         raise NotFound("there is no such log")
     try:
         with open(path, "rb", opener=_no_link) as file:
-            start = max(0, os.fstat(file.fileno()).st_size - _MAX_BYTES)
+            start = max(0, os.fstat(file.fileno()).st_size - MAX_BYTES)
             file.seek(start)
-            content = file.read(_MAX_BYTES)
+            content = file.read(MAX_BYTES)
     except OSError:
         raise NotFound(f"there is no log of {name} on this machine") from None
     if start:

@@ -15,7 +15,7 @@ import orjson
 from any_agent.launcher.training_progress import sessions_left_out
 from router.dashboard.chart import Chart, draw
 
-_MAX_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 _MAX_NAMED = 4  # lines that a chart has colours for
 _RECENT = 10
 """Steps whose times are averaged: one step alone is too noisy."""
@@ -59,9 +59,9 @@ class StepReader:
                 now = os.fstat(file.fileno())
                 stamp = (now.st_mtime_ns, now.st_size)
                 if stamp != self._stamp:
-                    start = max(0, now.st_size - _MAX_BYTES)
+                    start = max(0, now.st_size - MAX_BYTES)
                     file.seek(start)
-                    self._steps = parse_steps(file.read(_MAX_BYTES), whole=start == 0)
+                    self._steps = parse_steps(file.read(MAX_BYTES), whole=start == 0)
                     self._stamp = stamp
         except OSError:
             return Steps()

@@ -19,25 +19,20 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "any-agent"
+    script.write_text(capsys.readouterr().out)
+    for words, offered in (
         ("any-agent sess", ["sessions"]),
         ("any-agent sessions ta", ["tail"]),
         ("any-agent sessions tail --min", ["--min-reward"]),
         ("any-agent export --format p", ["parquet", "preferences"]),
         ("any-agent completion f", ["fish"]),
-    ],
-)
-def test_bash_completes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, offered: list[str]
-) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = tmp_path / "any-agent"
-    script.write_text(capsys.readouterr().out)
-    program = TRY.format(script=script, words=words, last=len(words.split()) - 1)
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=30)
-    assert (done.stdout.split(), done.stderr) == (offered, "")
+    ):
+        program = TRY.format(script=script, words=words, last=len(words.split()) - 1)
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=30)
+        assert (done.stdout.split(), done.stderr) == (offered, "")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

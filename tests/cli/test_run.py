@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -17,8 +18,6 @@ import psutil
 import pytest
 
 from any_agent.cli.main import main
-from any_agent.cli.run import table
-from any_agent.sdk.program.run import ProgramRun
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Served
@@ -152,53 +151,41 @@ async def test_the_key_from_a_file(served: Served, tmp_path: Path) -> None:
     assert code == 3 and "nobodys-key" not in err and "ANY_AGENT_API_KEY" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "name the program after --"),
-        (["--"], "name the program after --"),
-        (["--n", "0", "--", "true"], "is not a whole number from 1"),
-        (["--n", "many", "--", "true"], "is not a whole number from 1"),
-        (["--timeout", "-1", "--", "true"], "is not a number of seconds above 0"),
-        (["--timeout", "nan", "--", "true"], "is not a number of seconds above 0"),
-        (["--reward-cmd", "x", "--grader", "y.z", "--", "true"], "not allowed with argument"),
-        (["--grader", "judge", "--", "true"], "write it as module.function"),
-        (["--n", "2", "--reward-file", "r", "--", "true"], "put {run} into its name"),
-        (["--reward-on-failure", "bad", "--", "true"], "--reward-on-failure bad: that is no"),
-        (["--reward-on-failure", "inf", "--", "true"], "finite"),
-        (["--metadata", "{", "--", "true"], "--metadata is not JSON"),
-        (["--metadata", "[1]", "--", "true"], "must be a JSON object"),
-        (["--api-key-file", "/no/such/file", "--", "true"], "cannot be read"),
-        (["--url", "nowhere", "--", "true"], "is no URL of a service"),
-        (["--logs", "/dev/null/logs", "--", "true"], "cannot be created"),
-        (["--task", "a b", "--", "true"], "--task: 'a b' is no name"),
-        (["--metadata", '{"a": NaN}', "--", "true"], "--metadata: metadata must be"),
-        (["--", "no-such-program"], "there is no program no-such-program"),
-    ],
-)
-def test_wrong_input(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+WRONG = {
+    "": "name the program after --",
+    "--": "name the program after --",
+    "--n 0 -- true": "is not a whole number from 1",
+    "--n many -- true": "is not a whole number from 1",
+    "--timeout -1 -- true": "is not a number of seconds above 0",
+    "--timeout nan -- true": "is not a number of seconds above 0",
+    "--reward-cmd x --grader y.z -- true": "not allowed with argument",
+    "--grader judge -- true": "write it as module.function",
+    "--n 2 --reward-file r -- true": "put {run} into its name",
+    "--reward-on-failure bad -- true": "--reward-on-failure bad: that is no",
+    "--reward-on-failure inf -- true": "finite",
+    "--metadata { -- true": "--metadata is not JSON",
+    "--metadata [1] -- true": "must be a JSON object",
+    "--api-key-file /no/such/file -- true": "cannot be read",
+    "--url nowhere -- true": "is no URL of a service",
+    "--logs /dev/null/logs -- true": "cannot be created",
+    "--task a/b/../c! -- true": "is no name",
+    """--metadata '{"a": NaN}' -- true""": "--metadata: metadata must be",
+    "-- no-such-program": "there is no program no-such-program",
+}
+
+
+def test_wrong_input_is_refused_before_anything_is_asked_of_a_service(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is asked of a service: there is none."""
+    """There is none."""
     monkeypatch.setenv("ANY_AGENT_URL", "http://127.0.0.1:1")
-    try:
-        code: object = main(["run", *arguments])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_no_service_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("ANY_AGENT_URL", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert main(["run", "--", "true"]) == 2
-    assert "--url" in capsys.readouterr().err
+    for words, message in WRONG.items():
+        try:
+            code: object = main(["run", *shlex.split(words)])
+        except SystemExit as error:
+            code = error.code
+        assert code == 2, words
+        assert message in capsys.readouterr().err, words
 
 
 @pytest.mark.service
@@ -209,9 +196,3 @@ async def test_the_programs_own_options_are_its_own(served: Served, tmp_path: Pa
         async with typed(served, "--reward-on-failure", "0", *dashes, *program, *arguments) as run:
             _, out, err = await said(run)
         assert out == f"{arguments}\n", err
-
-
-def test_a_note_is_whole() -> None:
-    # What to do stands at its end.
-    error = f"{'what failed, ' * 30}so do this"
-    assert table([ProgramRun(run=0, state="failed", error=error)]).splitlines()[1].endswith(error)

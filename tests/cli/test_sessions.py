@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,11 +17,12 @@ import pytest
 
 from any_agent.auth.key_store import create_key
 from any_agent.cli.main import main
-from any_agent.cli.sessions import _age
+from any_agent.cli.sessions import age
+from any_agent.cli.tail import Endings, reward_of
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.command_line import printable
 from tests.support.archives import archive_now
-from tests.support.proxy import Proxy
+from tests.support.proxy import LIMIT, Proxy
 from tests.support.proxy_fixtures import Start
 
 
@@ -63,6 +65,7 @@ async def test_a_table(proxy: Proxy) -> None:
     assert first.endswith("red \ufffd[31m\ufffd") and "\x1b" not in said.out
     assert second.split() == [done, "finalized", "train", "1", "1", "0.25", "-",
                               second.split()[7], "math"]  # fmt: skip
+    assert printable("ok é ☃ \t\r\n\x9b") == "ok é ☃ " + "\ufffd" * 4
     said = await sessions(proxy, "list", "--json", "--state", "aborted")
     assert [json.loads(line)["session_id"] for line in said.out.splitlines()] == [gone]
     said = await sessions(proxy, "list", "--limit", "1", "--json")
@@ -93,13 +96,13 @@ async def test_rewards_of_calls_are_counted(proxy: Proxy) -> None:
     assert archived.split()[3:6] == ["?", "?", "-"]
 
 
-@pytest.mark.parametrize("command", ["abort", "veto"])
 @pytest.mark.service
-async def test_a_reason_that_is_too_long(proxy: Proxy, command: str) -> None:
+async def test_a_reason_that_is_too_long_changes_nothing(proxy: Proxy) -> None:
     id = (await proxy.open())["session_id"]
-    said = await sessions(proxy, command, id, "--reason", "x" * 201)
-    assert (said.code, said.out) == (2, "")
-    assert said.err.startswith("error: --reason: ") and "200 characters" in said.err
+    for command in ("abort", "veto"):
+        said = await sessions(proxy, command, id, "--reason", "x" * 201)
+        assert (said.code, said.out) == (2, "")
+        assert said.err.startswith("error: --reason: ") and "200 characters" in said.err
     assert json.loads((await sessions(proxy, "show", "--json", id)).out)["state"] == "open"
 
 
@@ -186,68 +189,167 @@ async def test_keys(start: Start) -> None:
         assert key not in said.out + said.err and "wrong" not in said.err
 
 
-@pytest.mark.service
-async def test_nobody_there() -> None:
-    class Nowhere:
-        url = "http://127.0.0.1:9"
-
-    said = await sessions(Nowhere(), "list")  # type: ignore[arg-type]
-    assert said.code == 1 and "is the service running?" in said.err
-
-
-@pytest.mark.parametrize(
-    ("environ", "named"),
-    [
-        ({"ANY_AGENT_URL": "http://127.0.0.1:9/v1"}, "http://127.0.0.1:9 "),
-        # An operator's key must not reach another provider.
-        ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, "http://127.0.0.1:10 "),
-        ({"ANY_AGENT_URL": "nowhere"}, "ANY_AGENT_URL is 'nowhere'"),
-    ],
-)
-def test_the_service_is_the_one_that_the_environment_names(
-    environ: dict[str, str],
-    named: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_service_is_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("ANY_AGENT_URL", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("any_agent.cli.operator_client._PATIENCE", 0.0)
-    monkeypatch.setattr("any_agent.cli.operator_client._URL", "http://127.0.0.1:10")
-    assert main(["sessions", "list"]) != 0
-    assert f"error: {named}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "url", ["foo", "127.0.0.1:8000", "localhost:8000", "ftp://127.0.0.1", "http://a:b"]
-)
-@pytest.mark.service
-async def test_a_url_that_is_none(url: str) -> None:
-    class Odd:
-        pass
-
-    odd = Odd()
-    odd.url = url  # type: ignore[attr-defined]
-    said = await sessions(odd, "list")  # type: ignore[arg-type]
-    assert said.code == 2 and "http://" in said.err and "running" not in said.err
-
-
-async def test_a_limit_below_none() -> None:
-    class Nowhere:
-        url = "http://127.0.0.1:9"
-
-    said = await sessions(Nowhere(), "list", "--limit", "-1")  # type: ignore[arg-type]
-    assert said.code == 2 and "is not a whole number from 0" in said.err
+    monkeypatch.setattr("any_agent.cli.operator_client.PATIENCE", 0.0)
+    monkeypatch.setattr("any_agent.cli.operator_client.DEFAULT_URL", "http://127.0.0.1:10")
+    away = "is the service running?"
+    for environ, options, code, said in (
+        ({"ANY_AGENT_URL": "http://127.0.0.1:9/v1"}, (), 1, ("http://127.0.0.1:9 ", away)),
+        # An operator's key must not reach another provider.
+        ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, (), 1, ("http://127.0.0.1:10 ", away)),
+        ({"ANY_AGENT_URL": "nowhere"}, (), 2, ("ANY_AGENT_URL is 'nowhere'",)),
+        ({}, ("--limit", "-1"), 2, ("is not a whole number from 0",)),
+        *(
+            ({}, ("--url", url), 2, ("http://",))
+            for url in ("foo", "127.0.0.1:8000", "localhost:8000", "ftp://127.0.0.1", "http://a:b")
+        ),
+    ):
+        for name in ("ANY_AGENT_URL", "OPENAI_BASE_URL"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        try:
+            ended: object = main(["sessions", "list", *options])
+        except SystemExit as error:
+            ended = error.code
+        told = capsys.readouterr().err
+        assert ended == code, (environ, options)
+        assert "error: " in told and all(text in told for text in said), told
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(-3, "0s"), (90, "90s"), (125, "2m"), (7200, "2h"), (200_000, "2d")]
 )
 def test_ages(seconds: float, said: str) -> None:
-    assert _age(seconds) == said
+    assert age(seconds) == said
 
 
-def test_plain() -> None:
-    assert printable("ok é ☃ \t\r\n\x9b") == "ok é ☃ " + "\ufffd" * 4
+async def abort(proxy: Proxy, session: dict[str, str]) -> None:
+    path = f"/rl/v1/sessions/{session['session_id']}/abort"
+    await proxy.post(path, {"reason": "enough"}, session["api_key"])
+
+
+async def test_a_sessions_reward_is_the_lists(proxy: Proxy) -> None:
+    session = await proxy.open(mode="eval")
+    answer = await proxy.complete(session["api_key"])
+    assert reward_of(await proxy.client.session_details(session["session_id"])) is None
+    for given in ({"interaction_id": answer["id"], "reward": 0.5}, {"final_reward": 0.25}):
+        await proxy.post("/rl/v1/set_reward", given, session["api_key"])
+        details = await proxy.client.session_details(session["session_id"])
+        (line,) = [s async for s in proxy.client.sessions(limit=10)]
+        assert reward_of(details) == line.reward is not None
+    assert line.reward == 0.75
+
+
+async def test_each_session_once_when_it_has_ended(proxy: Proxy) -> None:
+    await proxy.finished_session()
+    going_on = await proxy.open(mode="eval")
+    endings = Endings(proxy.client, {})
+    await endings.begin()
+    assert await endings.look() == []
+    done = await proxy.finished_session(reward=0.5, task_id="t", group_size=1)
+    (one,) = await endings.look()
+    assert (one.session_id, one.state) == (done["session_id"], "finalized")
+    assert (one.final_reward, one.interactions, one.output_tokens) == (0.5, 1, 8)
+    assert await endings.look() == []
+    await abort(proxy, going_on)
+    (one,) = await endings.look()
+    assert (one.session_id, one.state, one.reason) == (going_on["session_id"], "aborted", "enough")
+    late = await proxy.open(mode="eval")
+    await proxy.complete(late["api_key"])
+    await proxy.post("/rl/v1/finalize", {"await_reward": True}, late["api_key"])
+    # It waits for its reward.
+    assert await endings.look() == []
+    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, late["api_key"])
+    await proxy.post("/rl/v1/finalize", {}, late["api_key"])
+    (one,) = await endings.look()
+    assert (one.session_id, one.final_reward) == (late["session_id"], 1.0)
+    assert await endings.look() == []
+
+
+async def test_filters_choose(proxy: Proxy) -> None:
+    endings = Endings(proxy.client, {"task_id": "wanted"})
+    await endings.begin()
+    ids = {task: (await proxy.finished_session(task_id=task))["session_id"] for task in
+           ("other", "wanted")}  # fmt: skip
+    assert [one.session_id for one in await endings.look()] == [ids["wanted"]]
+
+
+async def test_what_is_deleted_meanwhile_has_no_tokens(proxy: Proxy) -> None:
+    session = await proxy.open(mode="eval")
+    endings = Endings(proxy.client, {})
+    await endings.begin()
+    await abort(proxy, session)
+    await proxy.http.delete(f"/rl/v1/sessions/{session['session_id']}")
+    found = [(one.content, one.output_tokens) for one in await endings.look()]
+    assert found == [("deleted", None)]
+    assert await endings.look() == []
+
+
+@pytest.mark.service
+async def test_the_command(proxy: Proxy) -> None:
+    for extra in ((), ("--json",), ("--state", "finalized", "--min-reward", "0.4")):
+        await follow(proxy, *extra)
+
+
+async def follow(proxy: Proxy, *extra: str) -> None:
+    command = ["-m", "any_agent.cli", "sessions", "tail", "--url", proxy.url, "--every", "0.1"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ANY_AGENT")}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, *extra, stdout=pipe, stderr=pipe, env=env
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        async with asyncio.timeout(LIMIT):
+            if "--json" in extra:
+                # It says nothing until a session ends: go on until one does after its beginning.
+                line = b""
+                while not line:
+                    await proxy.finished_session(reward=0.25)
+                    try:
+                        line = await asyncio.wait_for(process.stdout.readline(), 0.5)
+                    except TimeoutError:
+                        line = b""
+                assert json.loads(line)["final_reward"] == 0.25
+                assert "reward_history" not in json.loads(line)
+            else:
+                head = (await process.stdout.readline()).decode().split()
+                assert head[:6] == ["ENDED", "STATE", "MODE", "REWARD", "TURNS", "TOKENS"]
+                low = await proxy.finished_session(reward=0.25, task_id="low", group_size=1)
+                high = await proxy.finished_session(reward=0.75, task_id="high", group_size=1)
+                shown = [high] if extra else [low, high]
+                lines = [(await process.stdout.readline()).decode().split() for _ in shown]
+                assert {line[6] for line in lines} == {one["session_id"] for one in shown}
+                assert lines[-1][1:6] in (
+                    ["finalized", "train", "0.75", "1", "8"],
+                    ["finalized", "train", "0.25", "1", "8"],
+                )
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), LIMIT) == 130
+        assert await process.stderr.read() == b""
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+async def test_a_service_that_is_away_for_a_moment(proxy: Proxy) -> None:
+    session = await proxy.open(mode="eval")
+    endings = Endings(proxy.client, {})
+    await endings.begin()
+    endings.missing.clear()
+    # Its rank does not answer: it is not taken for ended.
+    sessions = proxy.client.sessions
+
+    def without_ranks(**options: object):  # type: ignore[no-untyped-def]
+        options.pop("missing")("0")  # type: ignore[operator]
+        return sessions(state="trained")
+
+    proxy.client.sessions = without_ranks  # type: ignore[method-assign]
+    assert await endings.look() == [] and endings.missing == {"0"}
+    proxy.client.sessions = sessions  # type: ignore[method-assign]
+    await abort(proxy, session)
+    (one,) = await endings.look()
+    assert one.session_id == session["session_id"]

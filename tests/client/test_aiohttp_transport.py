@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeAlias
 
+import aiohttp
 import httpx
 import pytest
+from aiohttp import web
+from yarl import URL
 
 from any_agent.client import aiohttp_transport as many_requests
-from any_agent.client.aiohttp_transport import AiohttpTransport, Response
+from any_agent.client.aiohttp_transport import AiohttpTransport, Response, tls_context
+from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
 
 Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -108,69 +113,60 @@ async def test_one_connection_for_one_request_after_another(
     assert body == b"{}"
 
 
-@pytest.mark.parametrize(
-    ("parts", "body"),
-    [
-        ([OK[:5], OK[5:40], OK[40:-1], OK[-1:]], b"ok"),
-        ([b"HTTP/1.1 100 Continue\r\n\r\n" + OK], b"ok"),
-        ([b"HTTP/1.1 204 No Content\r\n\r\n"], b""),
-        (
-            [
-                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nab",
-                b"c\r\n1",
-                b"0\r\n0123456789abcdef\r",
-                b"\n0\r\n\r",
-                b"\n",
-            ],
-            b"abc0123456789abcdef",
-        ),
-    ],
-)
-async def test_answers_in_pieces(
-    saying: Saying, http: AiohttpTransport, parts: list[bytes], body: bytes
+PIECES: list[tuple[list[bytes], bytes]] = [
+    ([OK[:5], OK[5:40], OK[40:-1], OK[-1:]], b"ok"),
+    ([b"HTTP/1.1 100 Continue\r\n\r\n" + OK], b"ok"),
+    ([b"HTTP/1.1 204 No Content\r\n\r\n"], b""),
+    (
+        [
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nab",
+            b"c\r\n1",
+            b"0\r\n0123456789abcdef\r",
+            b"\n0\r\n\r",
+            b"\n",
+        ],
+        b"abc0123456789abcdef",
+    ),
+]
+
+
+async def test_answers_in_pieces_are_whole(saying: Saying, http: AiohttpTransport) -> None:
+    for parts, body in PIECES:
+        server = await saying(*parts)
+        for _ in range(2):
+            assert (await ask(http, server.url)).content == body
+        assert server.connections == 1
+
+
+async def test_connections_that_the_server_ends_are_not_used_again(
+    saying: Saying, http: AiohttpTransport
 ) -> None:
-    server = await saying(*parts)
-    for _ in range(2):
-        assert (await ask(http, server.url)).content == body
-    assert server.connections == 1
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+    for said in (
         b"HTTP/1.1 200 OK\r\n\r\nok",
         b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok",
-    ],
-)
-async def test_connections_that_the_server_ends(
-    saying: Saying, http: AiohttpTransport, said: bytes
-) -> None:
-    server = await saying(said, close=True)
-    for _ in range(2):
-        assert (await ask(http, server.url)).content == b"ok"
-    assert server.connections == 2
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+        OK,
+    ):
+        server = await saying(said, close=True)
+        for _ in range(2):
+            assert (await ask(http, server.url)).content == b"ok"
+            await asyncio.sleep(0.05)
+        assert server.connections == 2
+    # An answer that breaks off is none.
+    for said in (
         b"",
         b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nok",
-    ],
-)
-async def test_an_answer_that_breaks_off_is_none(
-    saying: Saying, http: AiohttpTransport, said: bytes
+    ):
+        server = await saying(said, close=True)
+        with pytest.raises(httpx.ReadError):
+            await ask(http, server.url)
+
+
+async def test_what_is_no_answer_is_an_error_and_not_asked_for_again(
+    saying: Saying, http: AiohttpTransport
 ) -> None:
-    server = await saying(said, close=True)
-    with pytest.raises(httpx.ReadError):
-        await ask(http, server.url)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+    for said in (
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 yes\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: two\r\n\r\n",
@@ -179,58 +175,22 @@ async def test_an_answer_that_breaks_off_is_none(
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n",
         b"x" * 70_000,
-    ],
-)
-async def test_what_is_no_answer_is_an_error(
-    saying: Saying, http: AiohttpTransport, said: bytes
-) -> None:
-    server = await saying(said)
-    with pytest.raises(httpx.RemoteProtocolError):
-        await ask(http, server.url)
-    # It is not asked again.
-    with pytest.raises(httpx.RemoteProtocolError):
-        await ask(http, server.url)
-    assert server.connections == 2
+    ):
+        server = await saying(said)
+        for _ in range(2):
+            with pytest.raises(httpx.RemoteProtocolError):
+                await ask(http, server.url)
+        assert server.connections == 2, said
 
 
-async def test_an_address_that_nobody_answers_is_a_connect_error(http: AiohttpTransport) -> None:
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    with pytest.raises(httpx.ConnectError):
-        await ask(http, f"http://127.0.0.1:{port}")
-
-
-async def test_a_server_that_is_silent_runs_into_the_time_limit(
-    saying: Saying, http: AiohttpTransport
-) -> None:
-    server = await saying()
-    with fails_with(httpx.ReadTimeout, "0.05 s"):
-        await http.request("GET", server.url, headers={}, timeout=0.05)
-
-
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:port", "http:///x"])
-async def test_what_is_no_url_is_refused(http: AiohttpTransport, url: str) -> None:
-    with pytest.raises((httpx.UnsupportedProtocol, httpx.InvalidURL)):
-        await ask(http, url)
-
-
-async def test_a_header_holds_no_other_headers(saying: Saying, http: AiohttpTransport) -> None:
+async def test_what_is_no_url_or_header_is_refused(saying: Saying, http: AiohttpTransport) -> None:
+    for url in ("", "ftp://x", "http://", "http://h:port", "http:///x"):
+        with pytest.raises((httpx.UnsupportedProtocol, httpx.InvalidURL)):
+            await ask(http, url)
     server = await saying(OK)
     with pytest.raises(httpx.LocalProtocolError):
         await http.request("GET", server.url, headers={"a": "b\r\nc: d"}, timeout=1.0)
     assert not server.requests
-
-
-async def test_an_idle_connection_that_was_closed_is_not_used(
-    http: AiohttpTransport, saying: Saying
-) -> None:
-    server = await saying(OK, close=True)
-    for _ in range(3):
-        assert (await ask(http, server.url)).content == b"ok"
-        await asyncio.sleep(0.05)
-    assert server.connections == 3
 
 
 async def test_connections_are_few_however_many_ask(
@@ -238,7 +198,7 @@ async def test_connections_are_few_however_many_ask(
 ) -> None:
     """And those that wait there leave some to the others."""
     monkeypatch.setattr(many_requests, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(many_requests, "_MAX_POLLS", 2)
+    monkeypatch.setattr(many_requests, "MAX_POLLS", 2)
     few = AiohttpTransport(timeout=5.0, bounded=True)
     answered = asyncio.Event()
 
@@ -274,3 +234,122 @@ async def test_a_request_that_is_cancelled_leaves_nothing(
         await task
     assert http.session is not None and http.session.connector is not None
     assert not http.session.connector._acquired
+
+
+class Counting:
+    """A server that answers when as many requests as it waits for are there."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.together = 1
+        self.running = 0
+        self.peers: list[object] = []
+        self._all = asyncio.Event()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert request.transport is not None
+        self.peers.append(request.transport.get_extra_info("peername"))
+        self.running += 1
+        if self.running >= self.together:
+            self._all.set()
+        await self._all.wait()
+        if request.path != "/long":
+            return web.Response(text=request.path)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(1000):
+            await response.write(b"x" * 10_000)
+        return response
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Counting]:
+    server = Counting()
+    runner = web.ServerRunner(web.Server(server.answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+async def test_requests_wait_for_nobody(server: Counting) -> None:
+    server.together = 150
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
+        urls = [f"{server.url}/{k}" for k in range(server.together)]
+        answers = await asyncio.gather(*map(http.get, urls))
+        assert [answer.text for answer in answers] == [f"/{k}" for k in range(server.together)]
+        assert len(set(server.peers)) == server.together
+        # A body that is left holds nothing.
+        async with http.stream("GET", f"{server.url}/long") as response:
+            async for _ in response.aiter_raw():
+                break
+        assert (await http.get(f"{server.url}/a")).text == "/a"
+
+
+async def test_proxies_of_the_environment_are_used_if_they_are_trusted(
+    server: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    url = "http://service.invalid:8000/a"
+    monkeypatch.setenv("http_proxy", server.url)
+    for trust_env, found in ((True, True), (False, False)):
+        transport = AiohttpTransport(trust_env=trust_env)
+        try:
+            response = await transport.request("GET", url, headers={}, timeout=5)
+            assert found and response.content == b"/a"
+        except httpx.ConnectError:
+            assert not found
+        await transport.aclose()
+    monkeypatch.setenv("http_proxy", server.url.removeprefix("http://"))
+    transport = AiohttpTransport(trust_env=True)
+    assert (await transport.request("GET", url, headers={}, timeout=5)).content == b"/a"
+    await transport.aclose()
+    monkeypatch.setenv("http_proxy", "socks5://user:secret@127.0.0.1:1080")
+    with fails_with(ConfigError, "socks5", "HTTP_PROXY") as refused:
+        await AiohttpTransport(trust_env=True).request("GET", url, headers={}, timeout=5)
+    assert "secret" not in str(refused.value)
+    monkeypatch.setenv("no_proxy", "service.invalid")
+    transport = AiohttpTransport(trust_env=True)
+    with pytest.raises(httpx.ConnectError):
+        await transport.request("GET", url, headers={}, timeout=5)
+    await transport.aclose()
+
+
+async def test_a_server_that_stops_reading_runs_into_the_time_limit() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(60)
+
+    body, limits = b"x" * (64 << 20), httpx.Timeout(0.2)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with httpx.AsyncClient(transport=AiohttpTransport(), timeout=limits) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                await asyncio.wait_for(http.post(url, content=body), 20)
+
+
+async def test_a_session_of_the_caller_keeps_its_own_authorities() -> None:
+    async with aiohttp.ClientSession() as session:
+        theirs = AiohttpTransport(session=session)
+        assert theirs.context(URL("https://service")) is True
+    assert AiohttpTransport().context(URL("https://service")) is tls_context()
+
+
+async def test_a_compressed_body_is_decoded_by_the_client() -> None:
+    packed = gzip.compress(b"x" * 1000)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Encoding: gzip\r\n"
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(packed) + packed)
+
+    async with (
+        await asyncio.start_server(answer, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(transport=AiohttpTransport()) as http,
+    ):
+        response = await http.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    assert response.text == "x" * 1000
+    assert response.headers.get_list("x-twice") == ["1", "2"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from any_agent.client.backoff import jittered
 from any_agent.client.retry_transport import RetryTransport
 from any_agent.workflow import context
 
@@ -56,6 +58,9 @@ async def test_a_service_that_is_full_or_paused_is_waited_for() -> None:
     assert script.bodies == [b'{"a":1}'] * 3
     counts = [request.headers.get("x-stainless-retry-count", "0") for request in script.seen]
     assert counts == ["0", "1", "2"], "so the service knows them for the same call"
+    # As Anthropic's and Azure's clients say the key.
+    for header in ("x-api-key", "api-key"):
+        assert (await post(Scripted(full, fine), {header: "sk-v1.0.a.b"})).status_code == 200
 
 
 async def test_a_reply_that_was_lost_is_asked_for_again() -> None:
@@ -66,26 +71,20 @@ async def test_a_reply_that_was_lost_is_asked_for_again() -> None:
     assert [r.headers["x-stainless-retry-count"] for r in script.seen] == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize("header", ["x-api-key", "api-key"])
-async def test_anthropics_and_azures_ways_to_say_the_key(header: str) -> None:
-    script = Scripted(full, fine)
-    assert (await post(script, {header: "sk-v1.0.a.b"})).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
+async def test_what_no_waiting_mends_is_the_answer() -> None:
+    for answer in (
         httpx.Response(400),
         httpx.Response(410),
         httpx.Response(502),
         httpx.Response(507, headers={"Retry-After": "0"}),
         httpx.Response(429, headers={"x-should-retry": "false"}),
-    ],
-)
-async def test_what_no_waiting_mends_is_the_answer(answer: httpx.Response) -> None:
-    script = Scripted(lambda: answer)
-    assert (await post(script)).status_code == answer.status_code
-    assert len(script.seen) == 1
+    ):
+        script = Scripted(lambda answer=answer: answer)
+        assert (await post(script)).status_code == answer.status_code
+        assert len(script.seen) == 1
+    # The agent's own limit holds.
+    with pytest.raises(httpx.ReadTimeout):
+        await post(Scripted(lambda: httpx.ReadTimeout("slow"), fine))
 
 
 async def test_other_peoples_servers_are_left_alone() -> None:
@@ -107,11 +106,6 @@ async def test_its_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         await post(Scripted(lambda: httpx.ConnectError("no")), patience=0.15)
 
 
-async def test_the_agents_own_limit_holds() -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        await post(Scripted(lambda: httpx.ReadTimeout("slow"), fine))
-
-
 async def test_who_is_cancelled_stops_waiting() -> None:
     task = asyncio.create_task(post(Scripted(lambda: full("10"))))
     done, _ = await asyncio.wait([task], timeout=0.05)
@@ -131,3 +125,15 @@ async def test_an_agent_cannot_close_what_others_use() -> None:
     assert not client.is_closed
     await context.close_clients()
     assert client.is_closed
+
+
+def test_it_spreads_within_its_bounds() -> None:
+    waits = {jittered(2.0, 0.5, 1.5) for _ in range(100)}
+    assert len(waits) > 50 and all(1.0 <= wait <= 3.0 for wait in waits)
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    """It is in checkpoints: a refused request must not change what a resumed run draws."""
+    before = random.getstate()
+    jittered(1.0)
+    assert random.getstate() == before

@@ -72,9 +72,6 @@ def test_other_processes_read_what_own_fields_are_not_in(tmp_path: Path) -> None
     plain = load_config(None, ["train.lr=1e-3"], {})
     assert load_resolved(path, {}) == config.base() == plain
     assert type(config.base()) is Config
-
-
-def test_the_base_keeps_its_secrets() -> None:
     config, _ = load_expr_config(["server.admin_key=0123456789"], OwnConfig)
     key = config.base().server.admin_key
     assert key is not None and key.get_secret_value() == "0123456789"
@@ -101,31 +98,31 @@ def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> N
     assert "key=value" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("actor.eps_clip", "train.eps_low"),
-        ("actor.behav_imp_weight_cap", "train.is_cap; train.is_mode=mask"),
-        ("actor.overlong_tokens", "train.overlong_buffer"),
-        ("train.epsilon_high", "train.eps_high"),
-        ("train.beta", "train.kl_coef"),
-        ("train.loss_type", "train.preset"),
-        ("train.loss_agg_mode", "train.aggregation"),
-        ("train_dataset.batch_size", "rollout.batch_size"),
-        ("train.learning_rate", "train.lr"),
-        ("train.optimizer.lr", "train.lr"),
-        ("total_steps", "train.steps"),
-        ("actor.lora_rank", "train.lora.rank"),
-        ("actor.lora_alpha", "train.lora.alpha"),
-        ("actor.target_modules", "train.lora.target_modules"),
-        ("train.lora.r", "train.lora.rank"),
-        ("train.num_epochs", "train.epochs"),
-        ("total_train_epochs", "train.epochs"),
-    ],
-)
-def test_names_of_other_trainers_are_answered_with_ours(name: str, ours: str) -> None:
-    with fails_with(ConfigError, name, ours):
-        load_expr_config([f"{name}=1"], GRPOConfig)
+OURS = {
+    "actor.eps_clip": "train.eps_low",
+    "actor.behav_imp_weight_cap": "train.is_cap; train.is_mode=mask",
+    "actor.overlong_tokens": "train.overlong_buffer",
+    "train.epsilon_high": "train.eps_high",
+    "train.beta": "train.kl_coef",
+    "train.loss_type": "train.preset",
+    "train.loss_agg_mode": "train.aggregation",
+    "train_dataset.batch_size": "rollout.batch_size",
+    "train.learning_rate": "train.lr",
+    "train.optimizer.lr": "train.lr",
+    "total_steps": "train.steps",
+    "actor.lora_rank": "train.lora.rank",
+    "actor.lora_alpha": "train.lora.alpha",
+    "actor.target_modules": "train.lora.target_modules",
+    "train.lora.r": "train.lora.rank",
+    "train.num_epochs": "train.epochs",
+    "total_train_epochs": "train.epochs",
+}
+
+
+def test_names_of_other_trainers_are_answered_with_ours() -> None:
+    for name, ours in OURS.items():
+        with fails_with(ConfigError, name, ours):
+            load_expr_config([f"{name}=1"], GRPOConfig)
 
 
 def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def run_dying(
     real = launching.trainer_arguments
     monkeypatch.setattr(launching, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
     # A part that dies so often ends a service, which is another promise.
-    for limit in ("_MAX_RESTARTS", "_MAX_FAILURES", "_MAX_DEATHS"):
+    for limit in ("MAX_RESTARTS", "MAX_FAILURES", "MAX_DEATHS"):
         monkeypatch.setattr(component, limit, 1000)
     marks.mkdir()
     with Node(config, NodeOptions(say=lambda _: None)) as node:

@@ -63,51 +63,36 @@ def find(run: RunDir, name: str, *more: str) -> StoredCheckpoint:
     return find_kept(name, [f"root={run.path.parents[2]}", "user=me", *more])
 
 
-def test_the_latest_checkpoint_is_found(run: RunDir) -> None:
-    checkpoint(run, 20, 21)
-    path = checkpoint(run, 40, 42)
-    found = find(run, "exp/one")
+def test_a_checkpoint_is_found_by_its_name_or_as_the_latest(run: RunDir, base: Path) -> None:
+    first, path = checkpoint(run, 20, 21), checkpoint(run, 40, 42)
+    found = find(run, "exp/one", "server.ranks=1", "sampling.temperature=0.5")
     assert (found.name, found.weights.path, found.weights.version) == ("exp/one@42", path, 42)
     assert found.config.model.enable_thinking is False, "its settings are the trial's"
-
-
-def test_a_version_is_found_by_its_number(run: RunDir, base: Path) -> None:
-    path = checkpoint(run, 20, 21)
-    checkpoint(run, 40, 42)
-    assert find(run, "exp/one@21").weights.path == path
+    assert (found.config.server.ranks, found.config.sampling.temperature) == (1, 0.5)
+    assert find(run, "exp/one@21").weights.path == first
     assert find(run, "exp/one@0").weights.path == base
     published = run.weights / "v00000045"
     published.mkdir(parents=True)
     assert find(run, "exp/one@45").weights.path == published
+    (run.checkpoints / "step-00000030.tmp").mkdir()
+    assert {0, 21, 42} <= set(kept_weights(_config(run)))
+    (base / "config.json").unlink()
+    with fails_with(ConfigError, "config.json", base):
+        find(run, "exp/one@0")
 
 
-def test_settings_of_ones_own_win(run: RunDir) -> None:
-    checkpoint(run, 1, 1)
-    found = find(run, "exp/one", "server.ranks=1", "sampling.temperature=0.5")
-    assert (found.config.server.ranks, found.config.sampling.temperature) == (1, 0.5)
-
-
-def test_versions_that_are_not_kept_are_refused_with_those_that_are(run: RunDir) -> None:
+def test_what_is_not_there_is_refused_with_what_is(run: RunDir) -> None:
     with fails_with(ConfigError, "no complete checkpoint", "versions 0 "):
         find(run, "exp/one")
     checkpoint(run, 20, 21)
     (checkpoint(run, 40, 42) / "config.json").write_text("{ }")
     with fails_with(ConfigError, "exp/one ", "version 42", "versions 0, 21 "):
         find(run, "exp/one@42")
-
-
-def test_runs_that_are_not_there_are_refused_with_those_that_are(run: RunDir) -> None:
     with fails_with(ConfigError, "exp/two", "exp/one (user me)"):
         find(run, "exp/two")
     for name in ("exp", "a/b/c", "exp/one@x", ""):
         with fails_with(ConfigError, repr(name), "experiment/trial@version"):
             find(run, name)
-
-
-def test_a_base_model_that_is_gone_is_named(run: RunDir, base: Path) -> None:
-    (base / "config.json").unlink()
-    with fails_with(ConfigError, "config.json", base):
-        find(run, "exp/one@0")
 
 
 def test_a_models_folder_is_served_as_it_is(base: Path, tmp_path: Path) -> None:
@@ -118,12 +103,6 @@ def test_a_models_folder_is_served_as_it_is(base: Path, tmp_path: Path) -> None:
     (other / "config.json").write_text("{}")
     assert found.config.trial.startswith("base-")
     assert find_kept(str(other)).config.trial != found.config.trial
-
-
-def test_all_that_is_kept_is_listed(run: RunDir) -> None:
-    checkpoint(run, 20, 21)
-    (run.checkpoints / "step-00000030.tmp").mkdir()
-    assert set(kept_weights(_config(run))) == {0, 21}
 
 
 def test_a_checkpoint_that_goes_meanwhile_hides_no_other(

@@ -1,70 +1,76 @@
 """Parts: readiness, restarts with growing delays, and when they are given up.
 
-The children are real; the clock of the restart policy is the test's.
+The processes and the clock are the test's.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from signal import SIGKILL, SIGSEGV, SIGTERM
+from typing import Any, cast
 
 import pytest
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import component
 from any_agent.launcher.component import Component, describe_exit
-from any_agent.launcher.process import Command, SupervisedProcess
+from any_agent.launcher.process import SupervisedProcess
 from tests.support.errors import fails_with
 from tests.support.launcher.children import until
 
-pytestmark = pytest.mark.service
 
-SERVES = "import os, signal\nprint(f'serves as {os.getpid()}', flush=True)\nsignal.pause()"
-FAILS = """
-import os, signal, sys
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))
-print(f"serves as {{os.getpid()}}", flush=True)
-signal.pause()
-"""
-SAYS = "import sys\nprint('first')\nprint('last words')\nsys.exit({code})"
+class FakeProcess:
+    """Runs until the test, or its part, gives it an exit code."""
+
+    def __init__(self, pid: int) -> None:
+        self.name = "part-0"
+        self.pid = pid
+        self.log = Path("part-0.log")
+        self.code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.code is None
+
+    def start(self) -> None:
+        pass
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -SIGKILL
+
+    def terminate(self) -> None:
+        self.code = -SIGTERM
+
+    def stop(self, *, grace: float) -> None:
+        self.code = -SIGTERM if self.code is None else self.code
+
+    def last_lines(self) -> str:
+        return "    last words"
 
 
 class Lab:
-    """Parts of one module each, a clock that the test moves, and what they said."""
+    """Parts, their processes, a clock that the test moves, and what they said."""
 
-    def __init__(self, module: Callable[[str, str], str], folder: Path) -> None:
-        self._module = module
-        self._folder = folder
+    def __init__(self) -> None:
         self.now = 0.0
         self.said: list[str] = []
-        self.parts: list[Component] = []
-        self.processes: list[SupervisedProcess] = []
+        self.processes: list[FakeProcess] = []
 
-    def part(self, source: str, name: str = "part-0", **options: Any) -> Component:
-        module = self._module(name.replace("-", "_"), source)
-        log = self._folder / f"{name}.log"
+    def part(self, **options: Any) -> Component:
+        """One that is started."""
 
         def make() -> SupervisedProcess:
-            process = SupervisedProcess(name, Command([module]), log)
-            self.processes.append(process)
-            return process
+            self.processes.append(FakeProcess(len(self.processes)))
+            return cast(SupervisedProcess, self.processes[-1])
 
-        part = Component(name, make, say=self.said.append, clock=lambda: self.now, **options)
-        self.parts.append(part)
+        options = {"ready": lambda _: True} | options
+        part = Component("part-0", make, say=self.said.append, clock=lambda: self.now, **options)
+        part.start()
         return part
-
-    def write(self, part: Component, source: str) -> None:
-        """Set what the part runs from its next start on.
-
-        Of another length than before: Python would take a source of the same second and length for
-        the one that it has compiled.
-        """
-        self._module(part.name.replace("-", "_"), source + "\n" * len(self.processes))
 
     def until_ready(self, part: Component) -> None:
         def ready() -> bool:
@@ -73,62 +79,104 @@ class Lab:
 
         until(ready)
 
-    def until_ended(self, part: Component) -> None:
-        def ended() -> bool:
-            part.check()
-            return part.state == "ended"
+    def ready_part(self, **options: Any) -> Component:
+        part = self.part(**options)
+        self.until_ready(part)
+        return part
 
-        until(ended)
-
-    def die(self, part: Component, number: signal.Signals = signal.SIGKILL) -> None:
+    def die(self, part: Component, code: int = -SIGKILL) -> None:
         """Have it die, and the part notice."""
-        os.kill(part.pid, number)
-        self.until_noticed(part)
+        self.processes[part.pid].code = code
+        part.check()
 
-    def until_noticed(self, part: Component) -> None:
-        """Until the part has noticed one more death; raises what it makes of it."""
-        count = part.restarts
-
-        def noticed() -> bool:
-            part.check()
-            return part.restarts > count or part.state == "ended"
-
-        until(noticed)
-
-    def again(self, part: Component) -> None:
+    def again(self, part: Component, seconds: float = 5) -> None:
         """Let the longest delay pass, and have it ready."""
-        self.now += 5
+        self.now += seconds
         self.until_ready(part)
 
 
 @pytest.fixture
-def lab(module: Callable[[str, str], str], tmp_path: Path) -> Iterator[Lab]:
-    lab = Lab(module, tmp_path)
-    yield lab
-    for part in lab.parts:
-        part.stop(grace=1)
+def lab() -> Lab:
+    return Lab()
 
 
-def serves(process: SupervisedProcess) -> bool:
-    """Whether just this process has told its log that it serves."""
-    return f"serves as {process.pid}\n" in process.log.read_text()
-
-
-def test_a_part_gets_ready_and_is_started_again(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves, where=" at http://x")
-    part.start()
+def test_a_part_that_dies_is_started_again_after_growing_delays(lab: Lab) -> None:
+    part = lab.part(where=" at http://x")
     assert (part.state, part.restarts) == ("starting", 0)
     lab.until_ready(part)
-    first = part.pid
+    for count, delay in enumerate((0.2, 0.4, 0.8, 1.6, 3.2)):
+        lab.die(part)
+        lab.now += delay - 0.01
+        part.check()
+        assert (part.state, part.pid) == ("restarting", count), f"it came back before {delay} s"
+        lab.now += 0.011
+        lab.until_ready(part)
+        assert (part.pid, part.restarts) == (count + 1, count + 1)
+    again = ["part 0    ended by SIGKILL; starting it again", "part 0    ready again"]
+    assert lab.said == ["part 0    ready at http://x", *again * 5]
+
+
+HUNG = 0
+FOR_EVER = 60
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "options", "survived"),
+    [
+        pytest.param(-SIGKILL, 5, {}, 5, id="killed often"),
+        pytest.param(-SIGKILL, 13, {}, 40, id="killed now and then"),
+        pytest.param(-SIGKILL, 60, {}, FOR_EVER, id="killed seldom"),
+        pytest.param(1, 13, {}, 20, id="fails now and then"),
+        pytest.param(HUNG, 13, {}, 20, id="hangs now and then"),
+        pytest.param(1, 30, {}, FOR_EVER, id="fails seldom"),
+        pytest.param(1, 120, {"progress": lambda: 0}, 5, id="fails before each step"),
+        pytest.param(-SIGSEGV, 120, {"progress": lambda: 0}, 5, id="crashes before each step"),
+        # As the system does with a trainer whose step needs more memory than there is.
+        pytest.param(-SIGKILL, 600, {"progress": lambda: 0}, 40, id="killed before each step"),
+    ],
+)
+def test_a_part_that_dies_too_often_is_given_up(
+    lab: Lab, code: int, seconds: float, options: dict[str, Any], survived: int
+) -> None:
+    part = lab.ready_part(**options)
+
+    def lives(count: int) -> None:
+        for _ in range(count):
+            if code == HUNG:
+                part.kill("hangs")
+                part.check()
+            else:
+                lab.die(part, code)
+            lab.again(part, seconds)
+
+    lives(survived)
+    assert part.restarts == survived
+    if survived != FOR_EVER:
+        with fails_with(StartupError, "part 0 ", f" {survived + 1} times", "last words"):
+            lives(1)
+
+
+def test_only_consecutive_lives_that_come_to_nothing_are_counted(lab: Lab) -> None:
+    steps = [0]
+    part = lab.ready_part(progress=lambda: steps[0])
+    for life in range(10):
+        steps[0] += life == 4
+        lab.die(part, 1)
+        lab.again(part, 120)
+    with fails_with(StartupError, " 6 times"):
+        lab.die(part, 1)
+
+
+def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
+    """Else a part that needs a while to fail would be started for ever."""
+    part = lab.ready_part(ready=lambda process: process.pid == 0)
     lab.die(part)
-    assert (part.state, part.restarts) == ("restarting", 1)
-    lab.again(part)
-    assert part.pid != first
-    assert lab.said == [
-        "part 0    ready at http://x",
-        "part 0    ended by SIGKILL; starting it again",
-        "part 0    ready again",
-    ]
+    with fails_with(StartupError, " 6 times", "code 1", "last words"):
+        for count in range(1, 10):
+            lab.now += 120
+            until(lambda count=count: (part.check(), part.pid == count)[1])
+            lab.die(part, 1)
+    assert part.restarts == 6
 
 
 def test_a_part_that_is_relocated_is_judged_anew(lab: Lab) -> None:
@@ -139,9 +187,7 @@ def test_a_part_that_is_relocated_is_judged_anew(lab: Lab) -> None:
         part.forget_deaths()
         return len(moved) < 2
 
-    part = lab.part(SERVES, ready=serves, relocate=relocate)
-    part.start()
-    lab.until_ready(part)
+    part = lab.ready_part(relocate=relocate)
     for _ in range(6):
         lab.die(part)
         lab.again(part)
@@ -152,298 +198,83 @@ def test_a_part_that_is_relocated_is_judged_anew(lab: Lab) -> None:
             lab.again(part)
 
 
-def test_each_start_has_its_own_arguments(lab: Lab, tmp_path: Path) -> None:
-    versions = iter(["v1", "v2"])
-    (tmp_path / "tell.py").write_text("import sys\nprint(sys.argv[1:], flush=True)\n" + SERVES)
-    log = tmp_path / "log"
-    part = Component(
-        "engine-0",
-        lambda: SupervisedProcess("engine-0", Command(["tell", next(versions)]), log),
-        say=lab.said.append,
-        clock=lambda: lab.now,
-        ready=serves,
-    )
-    lab.parts.append(part)
-    part.start()
-    lab.until_ready(part)
-    lab.die(part)
-    lab.again(part)
-    assert [line for line in log.read_text().splitlines() if line[0] == "["] == ["['v1']", "['v2']"]
-
-
-def test_the_delay_before_a_restart_grows(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    for delay in (0.2, 0.4, 0.8, 1.6, 3.2):
-        pid = part.pid
-        lab.die(part)
-        lab.now += delay - 0.01
-        part.check()
-        assert (part.state, part.pid) == ("restarting", pid), f"it came back before {delay} s"
-        lab.now += 0.011
-        part.check()
-        assert part.pid != pid, f"it was not started after {delay} s"
-        lab.until_ready(part)
-
-
-def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    for _ in range(component._MAX_RESTARTS):
-        lab.die(part)
-        lab.again(part)
-    with pytest.raises(StartupError) as raised:
-        lab.die(part)
-    message = raised.value.message
-    assert message.startswith("part 0 ended 6 times (ended by SIGKILL at last):\n")
-    assert f"    serves as {part.pid}\n  log: " in message
-    assert part.restarts == component._MAX_RESTARTS
-
-
-def test_deaths_of_long_ago_are_forgotten(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    for _ in range(2 * component._MAX_RESTARTS):
-        lab.die(part)
-        lab.again(part)
-        lab.now += component._WINDOW / component._MAX_RESTARTS
-    assert part.restarts == 2 * component._MAX_RESTARTS
-
-
-def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
-    """Else a part that needs a while to fail would be started for ever."""
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    lab.write(part, SAYS.format(code=1))
-    with fails_with(StartupError, " 6 times", "code 1", "last words"):
-        for _ in range(3 * component._MAX_RESTARTS):
-            # The first is the ready life, which is killed.
-            lab.die(part) if part.restarts == 0 else lab.until_noticed(part)
-            lab.now += 2 * component._WINDOW
-            part.check()
-    assert part.restarts == component._MAX_RESTARTS + 1
-
-
-def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
-    steps = [0]
-    part = lab.part(FAILS.format(code=1), ready=serves, progress=lambda: steps[0])
-    part.start()
-    lab.until_ready(part)
-
-    def lives(count: int) -> None:
-        for _ in range(count):
-            lab.die(part, signal.SIGUSR1)
-            lab.now += 2 * component._WINDOW
-            lab.until_ready(part)
-
-    lives(component._MAX_RESTARTS - 1)
-    # What the present life comes to.
-    steps[0] += 1
-    lives(1 + component._MAX_RESTARTS)
-    with fails_with(StartupError, " 6 times"):
-        lives(1)
-
-
-def test_a_crash_is_a_failure_of_its_own(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves, progress=lambda: 0)
-    part.start()
-    lab.until_ready(part)
-    with fails_with(StartupError, " 6 times", "SIGSEGV"):
-        for _ in range(component._MAX_RESTARTS + 1):
-            lab.die(part, signal.SIGSEGV)
-            lab.now += 2 * component._WINDOW
-            lab.until_ready(part)
-
-
-def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves, progress=lambda: 0)
-    part.start()
-    lab.until_ready(part)
-    for _ in range(2 * component._MAX_RESTARTS):
-        lab.die(part)
-        lab.now += 2 * component._WINDOW
-        lab.until_ready(part)
-    assert part.restarts == 2 * component._MAX_RESTARTS
-
-
-SLOWLY = component._WINDOW / component._MAX_RESTARTS + 1
-"""Seconds between deaths of which there are never too many in a minute."""
-
-
-@pytest.mark.parametrize(
-    ("number", "most"),
-    [(signal.SIGUSR1, component._MAX_FAILURES), (signal.SIGKILL, component._MAX_DEATHS)],
-)
-def test_slow_deaths_are_counted_too(lab: Lab, number: signal.Signals, most: int) -> None:
-    """Of its own it may die less often than by others."""
-    part = lab.part(FAILS.format(code=1), ready=serves)
-    part.start()
-    lab.until_ready(part)
-    for _ in range(most):
-        lab.die(part, number)
-        lab.now += SLOWLY
-        lab.until_ready(part)
-    with fails_with(StartupError, f" {most + 1} times"):
-        lab.die(part, number)
-
-
-def test_very_slow_deaths_are_forgotten(lab: Lab) -> None:
-    part = lab.part(FAILS.format(code=1), ready=serves)
-    part.start()
-    lab.until_ready(part)
-    for _ in range(component._MAX_FAILURES + 5):
-        lab.die(part, signal.SIGUSR1)
-        lab.now += component._LONG_WINDOW / component._MAX_FAILURES
-        lab.until_ready(part)
-
-
-def test_one_that_is_killed_before_each_step_is_given_up_at_last(lab: Lab) -> None:
-    """As the system does with a trainer whose step needs more memory than there is."""
-    part = lab.part(SERVES, ready=serves, progress=lambda: 0)
-    part.start()
-    lab.until_ready(part)
-    for _ in range(component._MAX_DEATHS):
-        lab.die(part)
-        lab.now += component._LONG_WINDOW
-        lab.until_ready(part)
-    with fails_with(StartupError, f" {component._MAX_DEATHS + 1} times"):
-        lab.die(part)
-
-
 def test_a_part_that_is_killed_at_its_first_start_is_started_again(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=lambda p: p is not lab.processes[0] and serves(p))
-    part.start()
-    until(lambda: serves(lab.processes[0]))
+    part = lab.part(ready=lambda process: process.pid == 1)
     lab.die(part)
     lab.again(part)
-    assert lab.said == [
-        "part 0    ended by SIGKILL; starting it again",
-        "part 0    ready again",
-    ]
+    assert (part.pid, part.restarts) == (1, 1)
 
 
 def test_a_part_is_said_to_be_ready_once_it_has_opened(lab: Lab) -> None:
     opened = False
-    part = lab.part(SERVES, ready=serves, opened=lambda: opened)
-    part.start()
-    lab.until_ready(part)
+    part = lab.ready_part(opened=lambda: opened)
     part.check()
     assert lab.said == []
-    lab.die(part)
-    lab.again(part)
     opened = True
     part.check()
     part.check()
-    assert lab.said == ["part 0    ended by SIGKILL; starting it again", "part 0    ready again"]
+    assert lab.said == ["part 0    ready"]
 
 
-@pytest.mark.parametrize("code", [0, 1, 3])
-def test_a_first_start_that_fails_is_not_repeated(lab: Lab, code: int) -> None:
-    part = lab.part(SAYS.format(code=code), ready=lambda _: False)
-    part.start()
-    with pytest.raises(StartupError) as raised:
-        lab.until_noticed(part)
-    assert raised.value.message.startswith(f"part 0 could not start (ended with code {code}):\n")
-    assert "    first\n    last words\n  log: " in raised.value.message
-
-
-@pytest.mark.parametrize("life", ["first", "second"])
-def test_a_refused_configuration_is_not_tried_again(lab: Lab, life: str) -> None:
-    bad = SAYS.format(code=2)
-    part = lab.part(bad if life == "first" else SERVES, ready=serves)
-    part.start()
-    if life == "second":
-        lab.until_ready(part)
-        lab.write(part, bad)
-        lab.die(part)
-        lab.now += 5
-        part.check()
+def test_a_start_that_fails_is_not_repeated(lab: Lab) -> None:
+    for code in (0, 1, 3):
+        part = lab.part(ready=lambda _: False)
+        with fails_with(StartupError, "part 0 ", f"code {code}", "last words"):
+            lab.die(part, code)
+    # A configuration that is refused is not tried again in a later life either.
     with fails_with(ConfigError, "part 0 ", "last words"):
-        lab.until_noticed(part)
+        lab.die(lab.part(), 2)
+    part = lab.ready_part()
+    with fails_with(ConfigError, "part 0 ", "last words"):
+        lab.die(part, 2)
 
 
 def test_a_part_that_does_not_get_ready_in_time_ends_the_start(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=lambda _: False, timeout=60)
-    part.start()
-    until(lambda: serves(lab.processes[0]))
+    full = False
+    part = lab.part(ready=lambda _: False, timeout=60, starved=lambda: full)
     lab.now = 59.9
     part.check()
-    lab.now = 60
-    with fails_with(StartupError, "part 0 ", "60 s", "\n    serves"):
+    full = True
+    for _ in range(10):
+        lab.now += 61
+        part.check()
+    assert part.state == "starting", "on a full disk it gets more time"
+    full = False
+    lab.now += 120
+    with fails_with(StartupError, "part 0 ", "60 s", "last words"):
         part.check()
 
 
-def test_a_part_that_hangs_is_to_blame_for_its_death(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    os.kill(part.pid, signal.SIGSTOP)
-    part.kill("hangs")
-    lab.until_noticed(part)
-    lab.again(part)
-    assert lab.said[1:] == [
-        "part 0    hangs; killing it",
-        "part 0    ended by SIGKILL; starting it again",
-        "part 0    ready again",
-    ]
-    lab.die(part)
-    # Its own, and somebody else's.
-    assert [own for _, own in part._history._deaths] == [True, False]
+def test_a_question_that_fails_is_asked_again(lab: Lab) -> None:
+    answers = iter([RuntimeError("planted"), RuntimeError("planted"), True])
+
+    def ready(_: object) -> object:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    lab.ready_part(ready=ready)
 
 
-def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    asked = 0
-
-    def ready(process: SupervisedProcess) -> bool:
-        nonlocal asked
-        asked += 1
-        if asked < 4:
-            raise RuntimeError("planted")
-        return serves(process)
-
-    part = lab.part(SERVES, ready=ready)
-    part.start()
-    lab.until_ready(part)
-    assert [record.message for record in caplog.records] == [
-        "part-0: the readiness check failed; trying again"
-    ]
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_part_that_has_done_its_work_is_not_started_again(lab: Lab, when: str) -> None:
-    """Before or after it was seen to be ready."""
-    ready = serves if when == "after" else lambda _: False
-    part = lab.part(FAILS.format(code=0), ready=ready, finishes=True)
-    part.start()
-    until(lambda: serves(lab.processes[0]))
-    if when == "after":
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_part_that_has_done_its_work_is_not_started_again(lab: Lab, seen: bool) -> None:
+    part = lab.part(ready=lambda _: seen, finishes=True)
+    if seen:
         lab.until_ready(part)
-    os.kill(part.pid, signal.SIGUSR1)
-    lab.until_ended(part)
-    assert part.finished
+    lab.die(part, 0)
     lab.now += 100
     part.check()
-    assert (part.state, part.restarts) == ("ended", 0)
+    assert (part.finished, part.state, part.restarts) == (True, "ended", 0)
 
 
 def test_work_that_fails_is_begun_again(lab: Lab) -> None:
-    part = lab.part(FAILS.format(code=1), ready=serves, finishes=True)
-    part.start()
-    lab.until_ready(part)
-    lab.write(part, FAILS.format(code=0))
-    lab.die(part, signal.SIGUSR1)
+    part = lab.ready_part(finishes=True)
+    lab.die(part, 1)
     lab.again(part)
-    os.kill(part.pid, signal.SIGUSR1)
-    lab.until_ended(part)
+    assert "log: part-0.log" in lab.said[1], "it tells why"
+    lab.die(part, 0)
     assert part.finished
-    assert lab.said[1:] == [
-        f"part 0    ended with code 1; starting it again (log: {lab.processes[0].log})",
-        "part 0    ready again",
-    ]
 
 
 def test_a_slow_answer_delays_nobody(lab: Lab) -> None:
@@ -451,45 +282,22 @@ def test_a_slow_answer_delays_nobody(lab: Lab) -> None:
     asked: list[threading.Thread] = []
     answer = threading.Event()
 
-    def slow(_: SupervisedProcess) -> bool:
+    def slow(_: object) -> bool:
         asked.append(threading.current_thread())
         return answer.wait(60)
 
-    first, second = lab.part(SERVES, "a-0", ready=slow), lab.part(SERVES, "b-0", ready=serves)
-    first.start()
+    part = lab.part(ready=slow)
     until(lambda: asked)
-    assert asked[0] is not threading.current_thread()
-    first.check()
-    second.start()
-    lab.until_ready(second)
-    assert first.state == "starting"
+    part.check()
+    assert part.state == "starting"
     answer.set()
-    lab.until_ready(first)
-    assert len(asked) == 1
-
-
-def test_a_restart_delays_nobody(lab: Lab) -> None:
-    first, second = lab.part(SERVES, "a-0", ready=serves), lab.part(SERVES, "b-0", ready=serves)
-    for part in (first, second):
-        part.start()
-        lab.until_ready(part)
-    lab.die(first)
-    lab.die(second)
-    # The clock stands still: both wait for their time, and neither check does.
-    first.check()
-    second.check()
-    assert (first.state, second.state) == ("restarting", "restarting")
-    lab.again(second)
-    assert first.state == "restarting"
-    lab.again(first)
+    lab.until_ready(part)
+    assert len(asked) == 1 and asked[0] is not threading.current_thread()
 
 
 def test_a_process_that_is_slow_to_make_delays_nobody(lab: Lab) -> None:
     """The launcher reads an engine's weights before it starts one again."""
-    first, second = lab.part(SERVES, "a-0", ready=serves), lab.part(SERVES, "b-0", ready=serves)
-    for part in (first, second):
-        part.start()
-        lab.until_ready(part)
+    first, second = lab.ready_part(), lab.ready_part()
     make, read = first.make, threading.Event()
     makers: list[threading.Thread] = []
 
@@ -501,25 +309,20 @@ def test_a_process_that_is_slow_to_make_delays_nobody(lab: Lab) -> None:
     first.make = slow
     lab.die(first)
     lab.die(second)
-    first.check()
     lab.now += 5
     first.check()
     lab.again(second)
     assert first.state == "restarting"
     read.set()
-    until(lambda: (first.check(), first.state == "ready")[1])
+    lab.until_ready(first)
     assert len(makers) == 1 and makers[0] is not threading.current_thread()
-    assert len(lab.processes) == 4
 
 
 def test_a_process_that_is_never_made_is_given_up(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves, timeout=300.0)
-    part.start()
-    lab.until_ready(part)
+    part = lab.ready_part(timeout=300.0)
     read = threading.Event()
     part.make = lambda: read.wait(60) and None  # type: ignore[assignment, return-value]
     lab.die(part)
-    part.check()
     lab.now += 5
     part.check()
     lab.now += 301
@@ -529,118 +332,61 @@ def test_a_process_that_is_never_made_is_given_up(lab: Lab) -> None:
 
 
 NO_MEMORY = OSError(12, "Cannot allocate memory")
-IMPOSSIBLE = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     "error", [NO_MEMORY, subprocess.SubprocessError("Exception occurred in preexec_fn.")]
 )
-
-
-def never(error: Exception) -> Callable[[], SupervisedProcess]:
-    def make() -> SupervisedProcess:
+def test_a_start_that_is_impossible_for_a_while(lab: Lab, error: Exception) -> None:
+    def never() -> SupervisedProcess:
         raise error
 
-    return make
-
-
-@IMPOSSIBLE
-def test_a_start_that_is_impossible_for_a_while(lab: Lab, error: Exception) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    make, part.make = part.make, never(error)
+    with fails_with(StartupError, "part 0 ", error):
+        Component("part-0", never, say=print, ready=lambda _: True).start()
+    part = lab.ready_part()
+    make, part.make = part.make, never
     lab.die(part)
     lab.now += 5
-    part.check()
-    assert lab.said[-1] == f"part 0    could not be started ({error}); starting it again"
+    until(lambda: (part.check(), part.restarts == 2)[1])
     part.make = make
     lab.again(part)
 
 
-@IMPOSSIBLE
-def test_a_first_start_that_is_impossible_is_told_as_such(error: Exception) -> None:
-    part = Component("part-0", never(error), say=print, ready=serves)
-    with pytest.raises(StartupError) as raised:
-        part.start()
-    assert raised.value.message == f"part 0 could not be started: {error}"
-
-
-def test_a_stopped_part_stays_so(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stopped_part_stays_so(lab: Lab, waits: bool) -> None:
+    """Also one that waits for its restart."""
+    part = lab.ready_part()
+    if waits:
+        lab.die(part)
     part.terminate()
     part.stop(grace=5)
     lab.now += 100
     part.check()
-    assert (part.state, part.restarts, part.finished) == ("ended", 0, False)
-    assert lab.processes[0].poll() == -signal.SIGTERM
-    assert len(lab.processes) == 1
+    assert (part.state, part.finished, len(lab.processes)) == ("ended", False, 1)
+    assert part.exit_code == -SIGTERM
 
 
-def test_a_part_that_waits_for_its_restart_is_not_started_by_a_stop(lab: Lab) -> None:
-    part = lab.part(SERVES, ready=serves)
-    part.start()
-    lab.until_ready(part)
-    lab.die(part)
-    part.stop(grace=5)
-    lab.now += 100
-    part.check()
-    assert len(lab.processes) == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [(0, "ended with code 0"), (143, "ended with code 143"), (-9, "ended by SIGKILL")],
-)
-def test_an_exit_is_told_in_words(code: int, words: str) -> None:
-    assert describe_exit(code) == words
-
-
-def test_an_unknown_signal_is_told_by_its_number() -> None:
-    assert describe_exit(-34 - 10) == "ended by signal 44"
+def test_an_exit_is_told_in_words() -> None:
+    told = [describe_exit(code) for code in (143, -9, -44)]
+    assert told == ["ended with code 143", "ended by SIGKILL", "ended by signal 44"]
 
 
 def test_deaths_on_a_full_disk_cost_no_attempts(lab: Lab) -> None:
     full = True
-    part = lab.part(FAILS.format(code=1), ready=serves, starved=lambda: full)
-    part.start()
-    lab.until_ready(part)
-    lab.die(part, signal.SIGUSR1)
-    for _ in range(5 * component._MAX_RESTARTS):
-        lab.now += 60
-        part.check()
-    assert (part.state, part.restarts) == ("restarting", 1)
-    full = False
-    lab.again(part)
-    assert part._history.record_death(lab.now, failed=True) is None
-    assert len(part._history._deaths) == 1, "the death on the full disk was counted"
-    assert lab.said[1] == (
-        "part 0    ended with code 1, its disk is full; it starts again when it has space"
-    )
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_part_that_is_killed_on_a_full_disk_starts_again_there(lab: Lab, hangs: bool) -> None:
-    """An engine, for example, needs no space."""
-    part = lab.part(FAILS.format(code=1), ready=serves, starved=lambda: True)
-    part.start()
-    lab.until_ready(part)
-    if hangs:
-        part.kill("has not answered for 30 s")
-        lab.until_noticed(part)
-    else:
-        lab.die(part)
-    lab.again(part)
-
-
-def test_a_start_on_a_full_disk_gets_more_time(lab: Lab) -> None:
+    part = lab.ready_part(starved=lambda: full)
+    for count in range(1, 10):
+        full = True
+        lab.die(part, 1)
+        for _ in range(20):
+            lab.now += 6
+            part.check()
+        assert (part.state, part.restarts) == ("restarting", count)
+        full = False
+        lab.again(part)
+    # What is killed needs perhaps no space, as an engine, and starts again on the full disk.
     full = True
-    part = lab.part("import signal\nsignal.pause()", ready=lambda _: False, starved=lambda: full)
-    part.start()
-    for _ in range(10):
-        lab.now += part.timeout + 1
-        part.check()
-    assert part.state == "starting"
-    full = False
-    lab.now += 2 * part.timeout
-    with fails_with(StartupError, "part 0 ", "not ready"):
-        part.check()
+    lab.die(part)
+    lab.again(part)
+    part.kill("has not answered for 30 s")
+    part.check()
+    lab.again(part)

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from any_agent.launcher.health import Console, Health, HealthReport, HealthWatch, describe_health
+from any_agent.launcher.training_progress import TrainingProgress
+from any_agent.runtime.atomic_files import write_atomic
 
 RUN: dict[str, Any] = {
     "alarms": [],
@@ -46,25 +49,20 @@ def test_the_line_has_what_an_operator_asks_first() -> None:
     assert now.alarms == ()
 
 
-def test_right_after_a_step_the_line_has_the_steps_own_figures() -> None:
+def test_the_line_says_what_it_knows_and_no_more() -> None:
     since = {"reward": None, "sessions": 0, "dull": 0}
     line = describe_health(RUN | {"since_step": since}, 40).line
     assert "reward 0.875 (since the step before: 0.900 over 64 sessions, 48 taught nothing)" in line
     fresh = RUN | {"since_step": since, "step": None, "version": None, "calls_rate": None}
     assert "reward" not in describe_health(fresh, 40).line
+    assert "\x1b" not in describe_health(RUN | {"why": "for group \x1b[2J"}, 40).line
 
 
 def test_a_run_is_not_well_before_its_trainer_has_loaded_the_model() -> None:
     parts = [{"name": "rank-0", "state": "ready"}]
-    line = describe_health(RUN | {"parts": parts}, 0).line
-    assert line.startswith("now       well "), "it has none"
+    assert " well " in describe_health(RUN | {"parts": parts}, 0).line, "it has none"
     for more in ([], [{"name": "trainer", "state": "starting"}]):
-        line = describe_health(RUN | {"parts": parts + more}, 40).line
-        assert line.startswith("now       starting  4 open")
-
-
-def test_names_that_agents_choose_cannot_write_on_the_terminal() -> None:
-    assert "\x1b" not in describe_health(RUN | {"why": "for group \x1b[2J"}, 40).line
+        assert " starting " in describe_health(RUN | {"parts": parts + more}, 40).line
 
 
 def looks(*runs: dict[str, Any]) -> list[Health]:
@@ -75,17 +73,17 @@ def test_without_a_terminal_a_change_of_health_is_said_at_once_and_figures_seldo
     said: list[str] = []
     now = 1000.0
     report = HealthReport(said.append, None, lambda: now)
-    well, moved, ill, worse, again = looks(
+    well, moved, ill, worse, again, later, after = looks(
         {},
         {"version": 11},
         {"alarms": [ALARM]},
         {"alarms": [ALARM, ALARM | {"what": "Rank 0 does not answer."}], "version": 12},
         {},
+        {"version": 13},
+        {"version": 14},
     )
-    report.update(None)
-    report.update(well)
-    report.update(well)
-    report.update(moved)
+    for look in (None, well, well, moved):
+        report.update(look)
     assert said == [well.line]
     report.update(ill)
     assert said[1:] == [ill.line, "bad       Rank 1 does not answer. Read its log."]
@@ -94,32 +92,16 @@ def test_without_a_terminal_a_change_of_health_is_said_at_once_and_figures_seldo
     report.update(again)
     assert said[6:] == [again.line, "well      All parts are well again."]
     now += 60
-    (later,) = looks({"version": 13})
     report.update(later)
     assert said[8:] == [later.line]
-
-
-def test_without_a_terminal_the_last_figures_follow_the_last_step_within_seconds() -> None:
-    said: list[str] = []
-    now = 1000.0
-    report = HealthReport(said.append, None, lambda: now)
-    before, after = looks({"version": 9}, {"version": 10})
-    report.update(before)
+    # The last figures follow the last step, once the overview had time to see it.
     now += 4
     report.renew()
     report.update(after)
-    assert said == [before.line], "the overview had no time to see the last step"
+    assert said[9:] == []
     now += 5
-    report.update(*looks({"version": 10}))
-    assert said == [before.line, after.line]
-
-
-def test_figures_within_an_alarm_are_no_change() -> None:
-    said: list[str] = []
-    report = HealthReport(said.append, None)
-    for n in range(3):
-        report.update(*looks({"alarms": [ALARM | {"what": f"{n} of 20 sessions taught nothing."}]}))
-    assert len(said) == 2
+    report.update(*looks({"version": 14}))
+    assert said[9:] == [after.line]
 
 
 def test_on_a_terminal_the_line_is_rewritten_and_alarms_stay() -> None:
@@ -138,7 +120,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_replace_the_rewritten_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_lines_replace_the_rewritten_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((10, 24)))
     out = Terminal()
@@ -148,14 +130,11 @@ def test_lines_replace_the_rewritten_one(monkeypatch: pytest.MonkeyPatch) -> Non
     console.show("now 2")
     assert console.clear() is True
     assert out.getvalue() == "now 01234\r\x1b[2Kready\nnow 2\r\x1b[2K"
-
-
-def test_nothing_is_rewritten_in_a_file() -> None:
-    out = io.StringIO()
-    console = Console(out)
+    file = io.StringIO()
+    console = Console(file)
     console.show("now")
     console.say("ready")
-    assert not console.live and out.getvalue() == "ready\n"
+    assert not console.live and file.getvalue() == "ready\n"
 
 
 @contextmanager
@@ -186,17 +165,82 @@ def until_seen(watch: HealthWatch) -> Health:
     return found
 
 
-def test_it_looks_at_the_services_overview_with_the_runs_key() -> None:
+def test_it_looks_at_the_services_overview_with_the_runs_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys: list[str | None] = []
     with service(RUN, keys) as url, HealthWatch(url, lambda: "run-key", 40) as watch:
         assert until_seen(watch) == describe_health(RUN, 40)
     assert keys[0] == "Bearer run-key"
-
-
-def test_a_service_that_does_not_answer_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.launcher.health._INTERVAL", 0.01)
-    with service({}, []) as url:
-        pass
+    monkeypatch.setattr("any_agent.launcher.health.INTERVAL", 0.01)
     with HealthWatch(url, lambda: "run-key", 40) as watch:
         found = until_seen(watch)
     assert found.alarms and "does not answer" in found.line
+
+
+def line(step: int) -> str:
+    figures = {"reward": 0.5, "version": step, "staleness_mean": 0.25}
+    seconds = {"wait": 1.0, "pack": 0.5, "forward": 0.25, "backward": 0.75, "optimizer": 0.5}
+    return json.dumps({"step": step, "seconds": seconds | {"sync": 9}, **figures})
+
+
+def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = TrainingProgress(metrics, 9)
+    assert progress.new_lines() == []
+    metrics.write_text(line(1) + "\n" + line(2) + "\n" + line(3)[:20])
+    assert [text.split()[1] for text in progress.new_lines()] == ["1/9", "2/9"]
+    assert progress.new_lines() == []
+    metrics.write_text(f"{line(1)}\n{line(2)}\n{line(3)}\n")
+    (shown,) = progress.new_lines()
+    assert shown == (
+        "step        3/9  reward 0.500  version 3  staleness 0.25  wait 1.00 s  train 2.00 s"
+    )
+    assert progress.step == 3
+
+
+def test_neither_an_earlier_runs_steps_nor_half_a_line_are_shown(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(f"{line(1)}\n")
+    progress = TrainingProgress(metrics, 9)
+    assert progress.new_lines() == []
+    metrics.write_text(f"{line(1)}\n{line(2)[:20]}{line(2)}\n{line(3)}\n")
+    assert [text.split()[1] for text in progress.new_lines()] == ["3/9"]
+
+
+def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path) -> None:
+    waiting = tmp_path / "waiting.txt"
+    waiting.write_text("waiting   of an earlier run\n")
+    progress = TrainingProgress(tmp_path / "metrics.jsonl", 9, waiting)
+    assert progress.new_lines() == []
+    for seconds in (60, 120):
+        write_atomic(waiting, f"waiting   {seconds} s\nwaiting   dull\n")
+        os.utime(waiting, (seconds, seconds))
+        assert progress.new_lines() == [f"waiting   {seconds} s", "waiting   dull"]
+        assert progress.new_lines() == []
+    waiting.unlink()
+    assert progress.new_lines() == [], "a trainer forgets the waits of earlier ones"
+
+
+def test_sessions_that_were_left_out_are_shown(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    first = {"rejected": {"zero_variance": 16}, "all": {"reward": 0.9, "sessions": 24, "dull": 16}}
+    metrics.write_text(json.dumps(json.loads(line(1)) | first) + "\n")
+    progress = TrainingProgress(metrics, 9)
+    assert progress.new_lines() == []
+    counts = [
+        first | {"rejected": {"zero_variance": 32}},
+        {"rejected": {"zero_variance": 32, "failed": 1}, "left_out": {"stale": 2}},
+        # The trainer has started again, and counts from 0.
+        {"rejected": {"zero_variance": 8}, "left_out": None},
+    ]
+    lines = [json.dumps(json.loads(line(k)) | each) for k, each in enumerate(counts, 2)]
+    with metrics.open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    shown = progress.new_lines()
+    assert "0.900 over 24 sessions, 16 taught nothing" in shown[0]
+    assert [text.partition("train 2.00 s")[2] for text in shown] == [
+        "  left out 16 (zero_variance)",
+        "  left out 1 (failed)  left out 2 (stale)",
+        "  left out 8 (zero_variance)",
+    ]

@@ -71,7 +71,9 @@ def test_parts_fetch_nothing_unless_the_user_says_otherwise(
 
 
 @pytest.mark.service
-def test_a_model_is_downloaded_once_with_its_progress(hub: FakeHub) -> None:
+def test_a_model_is_downloaded_once_with_its_progress(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only what is loaded is fetched, and no other form of the same weights."""
     hub.pause = 0.15
     text = brought()
@@ -80,11 +82,14 @@ def test_a_model_is_downloaded_once_with_its_progress(hub: FakeHub) -> None:
     assert COMMIT[:12] in text
     hub.requests.clear()
     assert "in the cache" in brought() and hub.requests == []
-
-
-@pytest.mark.service
-def test_a_model_in_the_cache_needs_no_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Half a model there is completed.
+    (folder,) = (tmp_path / "cache" / "hub").glob(f"models--*/snapshots/{COMMIT}")
+    (folder / "model.safetensors").unlink()
+    shutil.rmtree(folder.parents[1] / "blobs")
+    hub.sent.clear()
     brought()
+    assert "model.safetensors" in hub.sent
+    # A whole one needs no hub.
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "in the cache" in brought()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -154,14 +159,3 @@ def test_a_wait_can_be_ended(hub: FakeHub) -> None:
     with pytest.raises(KeyboardInterrupt):
         bring_model(MODEL, lambda _: None, check=check)
     assert time.monotonic() - began < 60
-
-
-@pytest.mark.service
-def test_half_a_model_in_the_cache_is_completed(hub: FakeHub, tmp_path: Path) -> None:
-    brought()
-    (folder,) = (tmp_path / "cache" / "hub").glob(f"models--*/snapshots/{COMMIT}")
-    (folder / "model.safetensors").unlink()
-    shutil.rmtree(folder.parents[1] / "blobs")
-    hub.sent.clear()
-    brought()
-    assert "model.safetensors" in hub.sent

@@ -44,13 +44,6 @@ def test_a_script_of_ones_own_is_not_spread_over_nodes(
         assert f"{script} cannot run on several nodes" in capsys.readouterr().err
 
 
-def test_only_the_script_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for module, name in ((local, "local"), (slurm, "slurm")):
-        assert module.main([]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: name a script, e.g. any_agent.launcher.{name} {SERVICE}")
-
-
 def test_without_slurm_the_way_to_go_on_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,29 +59,31 @@ def test_without_slurm_the_way_to_go_on_is_said(
 
 def test_this_machine_runs_the_script_in_the_launchers_place(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import sys, any_agent; print(sys.argv)\n")
-    command = [sys.executable, "-m", "any_agent.launcher.local"]
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments],
+    done, wrong = (
+        subprocess.run(
+            [sys.executable, "-m", "any_agent.launcher.local", *arguments],
             env=environment(PYTHONPATH=str(ROOT)),
             capture_output=True,
             text=True,
             timeout=60,
         )
-
-    done = run("mine.py", "--config", "a.yaml", "train.lr=1")
+        for arguments in (
+            ("mine.py", "--config", "a.yaml", "train.lr=1"),
+            (SERVICE, "--config", "nothing.yaml"),
+        )
+    )
     assert done.stdout == "['mine.py', '--config', 'a.yaml', 'train.lr=1']\n", done.stderr
-    wrong = run(SERVICE, "--config", "nothing.yaml")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "cannot read the configuration nothing.yaml" in wrong.stderr
 
 
-def test_which_script_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["--config", "x"]):
+def test_the_script_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for module, name in ((local, "local"), (slurm, "slurm")):
+        assert module.main([]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: name a script, e.g. any_agent.launcher.{name} {SERVICE}")
+    for arguments, what in ((["--config", "x"], "name a script"), (["nothing.py"], "nothing.py")):
         assert local.main(arguments) == 2
-        assert "name a script" in capsys.readouterr().err
-    assert local.main(["nothing.py"]) == 2
-    assert "there is no script nothing.py" in capsys.readouterr().err
+        assert what in capsys.readouterr().err
     assert local.main(["--help"]) == 0
     assert "usage: python -m any_agent.launcher.local" in capsys.readouterr().out

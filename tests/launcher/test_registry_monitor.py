@@ -9,13 +9,11 @@ from typing import cast
 import pytest
 
 from any_agent.launcher.component import Component
-from any_agent.launcher.registry_monitor import ROUTER_TIMEOUT, RegistryMonitor
 from any_agent.launcher.registry_monitor import SILENCE_TIMEOUT as TIMEOUT
+from any_agent.launcher.registry_monitor import RegistryMonitor
 from any_agent.rundir.checksums import sound
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
-
-KILLED = f"has sent no heartbeat for {TIMEOUT:g} s"
 
 
 class FakePart:
@@ -75,8 +73,9 @@ def test_who_is_silent_too_long_is_killed(lab: Lab) -> None:
     lab.pass_(TIMEOUT - 1, lab.trainer)
     assert lab.killed == []
     lab.pass_(3, lab.trainer)
-    assert lab.rank.killed == [KILLED]
     assert lab.killed == ["rank-0"]
+    lab.pass_(2 * (TIMEOUT + 5), lab.trainer)
+    assert lab.killed == ["rank-0"] * 3, "one that cannot be killed is not killed all the time"
 
 
 def test_a_silent_router_is_killed_within_five_seconds(lab: Lab) -> None:
@@ -85,7 +84,7 @@ def test_a_silent_router_is_killed_within_five_seconds(lab: Lab) -> None:
     lab.pass_(2.5, lab.rank, lab.trainer)
     assert lab.killed == []
     lab.pass_(2.5, lab.rank, lab.trainer)
-    assert lab.router.killed == [f"has sent no heartbeat for {ROUTER_TIMEOUT:g} s"]
+    assert lab.killed == ["router"]
     # Killed once: its next life writes another entry.
     lab.router.pid = 2
     lab.pass_(TIMEOUT, lab.rank, lab.trainer, lab.router)
@@ -100,11 +99,6 @@ def test_a_disk_that_stalls_kills_no_router(lab: Lab) -> None:
         lab.pass_(TIMEOUT / 2)
         lab.pass_(1, lab.rank, lab.trainer)
     assert lab.killed == []
-
-
-def test_one_that_cannot_be_killed_is_not_killed_all_the_time(lab: Lab) -> None:
-    lab.pass_(3 * (TIMEOUT + 5), lab.trainer)
-    assert lab.killed == ["rank-0"] * 3
 
 
 def test_when_nobody_is_heard_nobody_is_killed(lab: Lab) -> None:
@@ -124,16 +118,11 @@ def test_time_in_which_nobody_looked_does_not_count(lab: Lab) -> None:
     assert lab.killed == []
 
 
-def test_a_part_that_starts_is_not_listened_to(lab: Lab) -> None:
+def test_each_life_has_its_own_time_once_it_is_ready(lab: Lab) -> None:
     lab.pass_(TIMEOUT - 5, lab.trainer)
     lab.rank.state = "restarting"
     lab.pass_(2 * TIMEOUT, lab.trainer)
     lab.rank.state = "ready"
-    lab.pass_(TIMEOUT - 5, lab.trainer)
-    assert lab.killed == []
-
-
-def test_each_life_has_its_own_time(lab: Lab) -> None:
     lab.pass_(TIMEOUT - 5, lab.trainer)
     lab.rank.pid = 2
     lab.pass_(TIMEOUT - 5, lab.trainer)
@@ -143,37 +132,15 @@ def test_each_life_has_its_own_time(lab: Lab) -> None:
 def test_a_full_disk_and_its_end_are_said_once(tmp_path: Path) -> None:
     now, said = 0.0, list[str]()
     monitor = RegistryMonitor(tmp_path, {}, said.append, clock=lambda: now)
-
-    def rank(full: bool) -> None:
-        nonlocal now
-        publish(
-            tmp_path,
-            RegistryEntry(name="rank-0", boot_id="b", url="http://x", pid=1, store_full=full),
-        )
-        for _ in range(3):
-            now += 2.0
-            monitor.poll()
-
-    for full in (False, True, False):
-        rank(full)
-    assert said == [
-        "rank 0    its disk is full: calls get 507 until there is space",
-        "rank 0    its disk has space again",
-    ]
-
-
-def test_a_trainer_that_waits_for_space_is_said_once(tmp_path: Path) -> None:
-    now, said = 0.0, list[str]()
-    monitor = RegistryMonitor(tmp_path, {}, said.append, clock=lambda: now)
-    for why in (None, "disk full: the checkpoint waits", "disk full: the checkpoint waits", None):
-        entry = RegistryEntry(name="trainer", boot_id="b", url="http://x", pid=1, disk_full=why)
-        publish(tmp_path, entry)
+    why = "disk full: the checkpoint waits"
+    for full in (False, True, True, False, False):
+        for name, told in (("rank-0", {"store_full": full}), ("trainer", {"disk_full": why})):
+            entry = RegistryEntry(name=name, boot_id="b", url="http://x", pid=1)
+            publish(tmp_path, entry.model_copy(update=told if full else {}))
         now += 2.0
         monitor.poll()
-    assert said == [
-        "trainer   disk full: the checkpoint waits",
-        "trainer   its disk has space again",
-    ]
+    lines = [(line.partition("  ")[0], "space again" in line) for line in said]
+    assert sorted(lines) == [(n, b) for n in ("rank 0", "trainer") for b in (False, True)]
 
 
 def test_an_engine_that_its_rank_hears_nothing_of_is_killed_once(lab: Lab) -> None:
@@ -192,7 +159,7 @@ def test_an_engine_that_its_rank_hears_nothing_of_is_killed_once(lab: Lab) -> No
     assert lab.killed == []
     engine.state = "ready"
     rank_says(TIMEOUT + 1, 20)
-    assert engine.killed == [f"has not answered for {TIMEOUT:g} s"]
+    assert lab.killed == ["engine-0"]
     rank_says(0.0)
     rank_says(TIMEOUT + 1)
     assert lab.killed == ["engine-0"] * 2
@@ -211,7 +178,6 @@ def test_weights_that_are_set_aside_are_said_once(tmp_path: Path) -> None:
         for _ in range(3):
             now += 2.0
             monitor.poll()
-    assert [line.partition(" ")[0] for line in said] == ["run", "run"], "none of an earlier start"
+    assert len(said) == 2, "none of an earlier start"
     assert str(run.checkpoints / "damaged-step-00000002") in said[0]
     assert str(run.weights / "damaged-v00000003") in said[1]
-    assert all(str(run.logs) in line for line in said)

@@ -48,17 +48,14 @@ def start(*settings: str) -> Config:
     return config
 
 
-def test_a_new_trial_has_the_given_settings(root: str) -> None:
-    config = resolve_config(None, [root, "model.path=/models/a", "train.steps=3"])
-    assert (config.model.path, config.train.steps) == ("/models/a", 3)
-
-
 def test_without_a_file_the_saved_settings_go_on_and_overrides_win(root: str) -> None:
     start(root, "model.path=/models/a", "train.steps=3", "train.lr=0.5")
     config = resolve_config(None, [root, "train.steps=9"])
     assert (config.model.path, config.train.steps, config.train.lr) == ("/models/a", 9, 0.5)
     # Another trial is not concerned.
     assert resolve_config(None, [root, "trial=other"]).train.lr == Config().train.lr
+    # The start of the service decides which ranks are added or drained.
+    assert resolve_config(None, [root, "server.ranks=3"]).server.ranks == 3
 
 
 def test_with_a_file_the_file_counts(root: str, tmp_path: Path) -> None:
@@ -114,16 +111,6 @@ def test_a_job_keeps_the_ranks_that_have_sessions(root: str) -> None:
         require_same_ranks(config, fleet_before(config))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_is_taken(root: str, tmp_path: Path, ranks: int) -> None:
-    """The start of the service decides which ranks are added or drained."""
-    start(root, "model.path=/m")
-    path = tmp_path / "my.yaml"
-    path.write_text(f"server: {{ranks: {ranks}}}\n")
-    for file, overrides in ((None, [root, f"server.ranks={ranks}"]), (str(path), [root])):
-        assert resolve_config(file, overrides).server.ranks == ranks
-
-
 def test_a_folder_of_an_older_layout_is_refused_by_name(root: str) -> None:
     """Before its settings are read, of which this version may not know all."""
     config = start(root, "model.path=/m")
@@ -169,33 +156,22 @@ def checkpoint(config: Config) -> Path:
     return path
 
 
-def test_where_nothing_was_kept_no_weights_are_found(config: Config) -> None:
-    assert latest_weights(config) is None
-
-
-def test_weights_are_served_as_their_own_version(config: Config, checkpoint: Path) -> None:
+def test_a_broken_checkpoint_is_passed_over(config: Config, checkpoint: Path) -> None:
+    latest = checkpoint.parent / "latest"
+    for name in ("", "step-00000019", "../checkpoints/step-00000020"):
+        latest.write_text(name)
+        assert latest_weights(config) is None, name
+    latest.write_text(checkpoint.name)
+    for file in [checkpoint / name for name in (*FILES, "manifest.json")]:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1])
+        assert latest_weights(config) is None, f"{file} is truncated"
+        file.unlink()
+        assert latest_weights(config) is None, f"{file} is gone"
+        file.write_bytes(whole)
     found = latest_weights(config)
     assert found is not None
     assert (found.path, found.step, found.version) == (checkpoint, 20, 5)
-
-
-@pytest.mark.parametrize("file", [*FILES, "manifest.json"])
-@pytest.mark.parametrize("how", ["truncated", "gone"])
-def test_a_broken_checkpoint_is_passed_over(
-    config: Config, checkpoint: Path, file: str, how: str
-) -> None:
-    path = checkpoint / file
-    if how == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-1])
-    assert latest_weights(config) is None
-
-
-@pytest.mark.parametrize("name", ["", "step-00000019", "../checkpoints/step-00000020"])
-def test_a_pointer_to_nothing_is_passed_over(config: Config, checkpoint: Path, name: str) -> None:
-    (checkpoint.parent / "latest").write_text(name)
-    assert latest_weights(config) is None
 
 
 def publish(config: Config, *versions: int) -> Path:
@@ -206,7 +182,10 @@ def publish(config: Config, *versions: int) -> Path:
     return path
 
 
-def test_an_engine_starts_with_what_was_published_last(config: Config, checkpoint: Path) -> None:
+def test_what_was_published_last_counts_unless_a_checkpoint_is_newer(
+    config: Config, checkpoint: Path
+) -> None:
+    publish(config, 4)
     assert newest_weights(config) == latest_weights(config)
     newest = publish(config, 8, 9)
     for name in (".partial-v00000010", ".partial-removed-v00000011", "v12", "other"):
@@ -216,12 +195,8 @@ def test_an_engine_starts_with_what_was_published_last(config: Config, checkpoin
     assert newest_weights(config) == TrialWeights(longest, 123_456_789)
 
 
-def test_a_checkpoint_of_later_weights_wins(config: Config, checkpoint: Path) -> None:
-    publish(config, 4)
-    assert newest_weights(config) == latest_weights(config)
-
-
-def test_published_weights_before_the_first_checkpoint(config: Config) -> None:
+def test_published_weights_count_before_the_first_checkpoint(config: Config) -> None:
+    assert latest_weights(config) is None
     assert newest_weights(config) is None
     path = publish(config, 1, 2)
     assert newest_weights(config) == TrialWeights(path, 2)
@@ -234,8 +209,9 @@ def damaged_at_equal_size(folder: Path) -> None:
 
 
 def test_an_engine_starts_with_the_newest_undamaged_weights(
-    config: Config, checkpoint: Path
+    config: Config, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trial, "CHECK_INTERVAL", 0.0)
     write_manifest(checkpoint)
     for version in (8, 9, 10):
         folder = publish(config, version)
@@ -245,7 +221,6 @@ def test_an_engine_starts_with_the_newest_undamaged_weights(
     assert ServedModel(config, None).weights() == (str(folder.with_name("v00000009")), 9)
     for version in (8, 9):
         damaged_at_equal_size(folder.with_name(f"v0000000{version}"))
-    trial._checked.clear()
     assert ServedModel(config, None).weights() == (str(checkpoint), 5)
     assert damaged_folders(folder.parent) == [
         "damaged-v00000008",
@@ -254,7 +229,6 @@ def test_an_engine_starts_with_the_newest_undamaged_weights(
     ]
     # Without any whole weights nothing else is served in their place.
     damaged_at_equal_size(checkpoint)
-    trial._checked.clear()
     with fails_with(ConfigError, trial_dir(config).path, "no weights"):
         ServedModel(config, None).weights()
 

@@ -81,6 +81,8 @@ def test_a_prefix_may_look_like_a_route() -> None:
 @pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS)
 def test_bad_keys_choose_no_rank(key: str) -> None:
     """Whichever is asked says what is wrong with them, as it does for every other key."""
+    for name in ("ses-01-0123456789abcdef", "something", "ses-1-short"):
+        assert place(X_Any_Agent_Session=name) == (None, True)
     for placed in (
         place(**bearer(key)),
         place(X_Api_Key=key),
@@ -99,11 +101,6 @@ def test_a_rank_that_the_service_does_not_have() -> None:
     ):
         with fails_with(NotFound, code="unknown_rank"):
             place(**where)
-
-
-def test_ids_that_tell_no_rank_are_named_all_the_same() -> None:
-    for name in ("ses-01-0123456789abcdef", "something", "ses-1-short"):
-        assert place(X_Any_Agent_Session=name) == (None, True)
 
 
 def test_a_query_of_thousands_of_fields_is_not_looked_through() -> None:
@@ -127,11 +124,8 @@ def test_two_sessions_of_different_ranks_are_refused() -> None:
             place(**where)
 
 
-def test_two_sessions_of_one_rank_are_its_own_business() -> None:
-    assert place(**bearer(KEYS[1]), X_Any_Agent_Session=IDS[1]) == (1, True)
-
-
 def test_two_different_keys_are_refused() -> None:
+    assert place(**bearer(KEYS[1]), X_Any_Agent_Session=IDS[1]) == (1, True)
     with pytest.raises(SessionMismatch):
         place(**bearer(KEYS[0]), X_Api_Key=KEYS[1])
     assert place(**bearer(KEYS[0]), X_Api_Key=KEYS[0]) == (0, True)
@@ -166,31 +160,15 @@ def test_groups_and_tasks_have_one_home_each() -> None:
     assert homes(api_key=None, group_id=None, task_id="t") == [home_of("t", range(RANKS))]
     assert homes(api_key=None, group_id=None, task_id=None) is None
     assert homes(api_key=KEYS[2], group_id=None, task_id=None) == [2]
-
-
-def test_an_earlier_key_must_be_of_its_groups_rank() -> None:
-    there = home_of("g", range(RANKS))
-    for rank in range(RANKS):
-        if rank == there:
-            assert AFFINITY.homes(api_key=KEYS[rank], group_id="g", task_id=None) == [rank]
-            continue
-        with fails_with(Conflict, code="lane_on_other_rank"):
-            AFFINITY.homes(api_key=KEYS[rank], group_id="g", task_id=None)
-
-
-def test_an_earlier_key_that_is_none() -> None:
-    assert AFFINITY.homes(api_key=BAD_KEYS["forged"], group_id=None, task_id=None) is None
-    assert AFFINITY.homes(api_key="something else", group_id=None, task_id=None) is None
+    for none in (BAD_KEYS["forged"], "something else"):
+        assert homes(api_key=none, group_id=None, task_id=None) is None
+    # An earlier key must be of its group's rank.
+    assert homes(api_key=KEYS[group[0]], group_id="g", task_id=None) == group
+    with fails_with(Conflict, code="lane_on_other_rank"):
+        homes(api_key=KEYS[group[0] - 1], group_id="g", task_id=None)
 
 
 NAMES = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=64)
-
-
-@given(NAMES, st.integers(1, 64))
-def test_a_home_is_one_of_the_ranks_and_always_the_same(name: str, ranks: int) -> None:
-    home = home_of(name, range(ranks))
-    assert 0 <= home < ranks
-    assert home_of(name, range(ranks)) == home
 
 
 @given(NAMES, st.integers(1, 64))

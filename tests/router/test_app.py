@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from any_agent.protocol.rl import API_HEADER, API_VERSION
-from any_agent.rundir import registry as presence
-from any_agent.rundir.registry import RegistryEntry, publish
+from any_agent.rundir.registry import publish
 from router import app
 from router.affinity import home_of
-from router.client_response import ClientResponder
 from tests.router.conftest import StartLab
-from tests.router.test_affinity import IDS, SIGNER
-from tests.support.proxy import LIMIT, until
-from tests.support.router import Lab, Received, Wire, serving
+from tests.router.test_affinity import IDS
+from tests.support.proxy import until
+from tests.support.router import Lab, die, never, refuses, serving
 
 # -- which rank --------------------------------------------------------------------------------
 
@@ -41,27 +36,18 @@ async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
         assert rank.received[6].json == {"reward": 1, "session_id": IDS[number]}
 
 
-async def test_an_escaped_prefix_is_a_prefix(pair: Lab) -> None:
+async def test_an_escaped_path_is_that_path(pair: Lab) -> None:
     """The proxies decode a path before they look at it."""
-    for number, rank in enumerate(pair.ranks):
-        key = pair.key(number).replace("sk-", "sk%2D")
-        for _ in range(2):
-            await pair.post(f"/{key}/v1/x")
-        assert [r.target for r in rank.received] == [f"/{key}/v1/x"] * 2
-
-
-async def test_an_escaped_route_is_that_route(pair: Lab) -> None:
     home = pair.ranks[home_of("g", range(2))]
     for _ in range(3):
         await pair.post("/rl/v1/%73tart_session", {"group_id": "g"})
     assert len(home.received) == 3
-
-
-async def test_behind_a_prefix_everything_is_a_route_of_the_rank(pair: Lab) -> None:
-    key = pair.key(1)
-    for path in ("/healthz", "/rl/v1/start_session", "/rl/v1/capacity"):
-        assert (await pair.get(f"/{key}{path}")).json() == {}
-    assert len(pair.ranks[1].received) == 3
+    for number, rank in enumerate(pair.ranks):
+        rank.received.clear()
+        key = pair.key(number).replace("sk-", "sk%2D")
+        for _ in range(2):
+            await pair.post(f"/{key}/v1/x")
+        assert [r.target for r in rank.received] == [f"/{key}/v1/x"] * 2
 
 
 async def test_a_websocket_is_refused_where_it_would_be_lost(pair: Lab) -> None:
@@ -73,58 +59,26 @@ async def test_a_websocket_is_refused_where_it_would_be_lost(pair: Lab) -> None:
     assert (await pair.get("/v1/models", **asks)).status_code == 200
 
 
-async def test_calls_without_a_session_go_round(pair: Lab) -> None:
-    for _ in range(6):
-        await pair.get("/v1/models")
-    assert [len(rank.received) for rank in pair.ranks] == [3, 3]
-
-
-async def test_a_bad_key_is_for_any_rank_to_refuse(pair: Lab) -> None:
-    async def refuse(received: Received) -> None:
-        await received.answer(status=401)
-
-    for rank in pair.ranks:
-        rank.handler = refuse
-    key = pair.key(0)
-    forged = key[:-1] + ("0" if key[-1] != "0" else "1")
-    foreign = SIGNER.mint(0)[1]
-    for bad in (forged, key[:-4], foreign):
-        for response in (
-            await pair.post("/v1/chat/completions", {}, bad),
-            await pair.post(f"/{bad}/v1/chat/completions"),
-            await pair.post("/rl/v1/set_reward", {"session_id": bad}),
-        ):
-            assert response.status_code == 401
-    assert sum(len(rank.received) for rank in pair.ranks) == 9
-
-
-async def test_an_unknown_rank_is_not_found(pair: Lab) -> None:
-    for response in (
-        await pair.post("/v1/chat/completions", {}, pair.key(2)),
-        await pair.get("/rl/v1/sessions/ses-7-0123456789abcdef"),
-    ):
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "unknown_rank"
-        assert "another service" in response.json()["error"]["message"]
-
-
-async def test_malformed_bodies_are_a_ranks_business(pair: Lab) -> None:
-    for body in (b"{", b"[]", b'{"session_id": 7}', b"\xff"):
-        assert (await pair.post("/rl/v1/finalize", body)).status_code == 200
-    bodies = [r.body for rank in pair.ranks for r in rank.received]
-    assert sorted(bodies) == sorted([b"{", b"[]", b'{"session_id": 7}', b"\xff"])
-
-
 # -- limits ------------------------------------------------------------------------------------
 
 
 async def test_bodies_over_the_limit_reach_no_rank(start_lab: StartLab) -> None:
+    """Whether they say their size or not, at once or in parts, long or short."""
     lab = await start_lab("server.max_body_bytes=100000")
     for path in ("/v1/x", "/rl/v1/x"):
         for content in (b"x" * 100_001, _parts(3)):
             response = await lab.http.post(path, content=content)
             assert response.status_code == 413
-            assert "server.max_body_bytes" in response.json()["error"]["message"]
+            assert response.json()["error"]["code"] == "payload_too_large"
+        for announced, sent in (
+            ("Transfer-Encoding: chunked", b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n"),
+            ("Expect: 100-continue\r\nContent-Length: 100001", b""),
+        ):
+            wire = await lab.connect()
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{announced}\r\n\r\n"
+            await wire.send(head.encode() + sent)
+            assert " 413 " in await wire.head()
+    assert not lab.ranks[0].received
     for content in (b"x" * 100_000, _parts(2)):
         assert (await lab.http.post("/v1/x", content=content)).status_code == 200
     assert len(lab.ranks[0].received) == 2
@@ -135,61 +89,14 @@ async def _parts(count: int) -> object:
         yield b"x" * 40_000
 
 
-async def test_a_chunked_body_over_the_limit_that_arrives_at_once(start_lab: StartLab) -> None:
-    lab = await start_lab("server.max_body_bytes=1024")
-    for path in ("/v1/x", "/rl/v1/finalize"):
-        wire = await lab.connect()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-        await wire.send(head.encode() + b"800\r\n" + b"x" * 2048 + b"\r\n0\r\n\r\n")
-        assert " 413 " in await wire.head()
-    assert not lab.ranks[0].received
-
-
-async def test_nothing_is_kept_back_for_a_client_that_takes_none(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also the last piece of an answer is either the kernel's or waited for."""
-    limits = []
-    send = ClientResponder.send
-
-    async def looked_at(
-        self: ClientResponder, request: web.BaseRequest, *rest: Any, **more: Any
-    ) -> Any:
-        assert request.transport is not None
-        limits.append(request.transport.get_write_buffer_limits())
-        return await send(self, request, *rest, **more)
-
-    monkeypatch.setattr(ClientResponder, "send", looked_at)
-    await lab.get("/v1/models")
-    assert limits == [(0, 0)]
-
-
-async def test_a_client_that_asks_first_does_not_send_too_much(start_lab: StartLab) -> None:
-    lab = await start_lab("server.max_body_bytes=100000")
-    wire = await lab.connect()
-    await wire.send(
-        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
-        b"Content-Length: 100001\r\n\r\n"
-    )
-    assert " 413 " in await wire.head()
-
-
-async def test_a_short_body_that_does_not_say_its_size_is_limited_too(start_lab: StartLab) -> None:
-    lab = await start_lab("server.max_body_bytes=1024")
-    wire = await lab.connect()
-    await wire.send(
-        b"POST /rl/v1/set_reward HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"401\r\n" + b"x" * 1025 + b"\r\n0\r\n\r\n"
-    )
-    assert " 413 " in await wire.head()
-
-
 async def test_rl_bodies_that_are_read_have_a_limit_of_their_own(pair: Lab) -> None:
     assert (await pair.post("/rl/v1/set_reward", b"x" * (1 << 20) + b"x")).status_code == 413
     assert (await pair.post("/rl/v1/start_session", b"x" * (1 << 20) + b"x")).status_code == 413
 
 
 FORGED = {"authorization": "Bearer sk-admin.00000000." + "0" * 48}
+AGENTS: dict[str, str] = {}
+"""Stands for the key of a session."""
 CHAT = "/v1/chat/completions"
 
 
@@ -204,6 +111,10 @@ CHAT = "/v1/chat/completions"
         (CHAT, FORGED),
         (CHAT, {"x-any-agent-session": "ses-0-0123456789abcdef"}),
         (f"/ses-0-0123456789abcdef{CHAT}", {}),
+        # An agent opens nothing, and acknowledges nothing.
+        ("/rl/v1/start_session", AGENTS),
+        ("/rl/start_session", AGENTS),
+        ("/rl/v1/ack", AGENTS),
     ],
 )
 @pytest.mark.parametrize("size", [10, 1_000_000])
@@ -212,24 +123,14 @@ async def test_nobody_waits_for_the_body_of_a_stranger(
 ) -> None:
     """It was announced and does not come: a rank refuses the request by its head."""
     lab = await start_lab("server.admin_key=operator-secret")
-    wire = await lab.connect()
-    await announce(wire, path, headers, size)
-    await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
-
-
-@pytest.mark.parametrize("path", ["/rl/v1/start_session", "/rl/start_session", "/rl/v1/ack"])
-async def test_an_agent_has_no_body_held_either(start_lab: StartLab, path: str) -> None:
-    lab = await start_lab("server.admin_key=operator-secret")
-    wire = await lab.connect()
-    await announce(wire, path, {"authorization": f"Bearer {lab.key(0)}"}, 1_000_000)
-    await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
-
-
-async def announce(wire: Wire, path: str, headers: dict[str, str], size: int) -> None:
-    """The head of a POST, and a little of its body."""
+    if headers is AGENTS:
+        size = 1_000_000
+        headers = {"authorization": f"Bearer {lab.key(0)}"}
     named = {"Host": "localhost", "Content-Length": size, **headers}
     lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in named.items())]
+    wire = await lab.connect()
     await wire.send("\r\n".join([*lines, "", "{"]).encode())
+    await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
 
 
 @pytest.mark.parametrize(
@@ -249,15 +150,15 @@ async def test_headers_over_the_limits_reach_no_rank(
     response = await lab.get("/v1/models", **{f"X-{k}": "x" * size for k in range(count)})
     assert response.status_code == status
     if status != 200:
-        assert "128 headers of 32 KB" in response.json()["error"]["message"]
         assert not lab.ranks[0].received
 
 
 async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     key = lab.key(0)
     for line in (f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"):
-        wire = await lab.connect()
-        await wire.send(f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+        wire = await (await lab.connect()).send(
+            f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+        )
         head = await wire.head()
         assert " 400 " in head
         assert "Server: any-agent\r\n" in head
@@ -267,8 +168,7 @@ async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_smuggled_framing_is_refused(lab: Lab) -> None:
-    wire = await lab.connect()
-    await wire.send(
+    wire = await (await lab.connect()).send(
         b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/y HTTP/1.1\r\n\r\n"
     )
@@ -289,25 +189,21 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("headers", PAGES, ids=str)
-@pytest.mark.parametrize("path", ["/healthz", "/rl/v1/capacity", "/v1/models"])
-async def test_open_mode_serves_no_web_page(pair: Lab, headers: dict[str, str], path: str) -> None:
-    response = await pair.get(path, **headers)
-    assert response.status_code == 403
-    assert "server.admin_key" in response.json()["error"]["message"]
+async def test_open_mode_serves_programs_of_this_machine_and_no_web_page(
+    pair: Lab, start_lab: StartLab
+) -> None:
+    for headers in PAGES:
+        for path in ("/healthz", "/rl/v1/capacity", "/v1/models"):
+            response = await pair.get(path, **headers)
+            assert response.status_code == 403, (headers, path)
+            assert "server.admin_key" in response.json()["error"]["message"]
     assert not any(rank.received for rank in pair.ranks)
-
-
-@pytest.mark.parametrize("headers", PAGES, ids=str)
-async def test_with_a_key_pages_are_served(start_lab: StartLab, headers: dict[str, str]) -> None:
-    lab = await start_lab("server.admin_key=operator-secret")
-    for path in ("/healthz", "/v1/models"):
-        assert (await lab.get(path, **headers)).status_code == 200
-
-
-async def test_local_programs_are_served_in_open_mode(lab: Lab) -> None:
     for headers in ({"Host": "localhost:8000"}, {"Host": "[::1]"}, {"Sec-Fetch-Site": "none"}):
-        assert (await lab.get("/healthz", **headers)).status_code == 200
+        assert (await pair.get("/healthz", **headers)).status_code == 200
+    lab = await start_lab("server.admin_key=operator-secret")
+    for headers in PAGES:
+        for path in ("/healthz", "/v1/models"):
+            assert (await lab.get(path, **headers)).status_code == 200, "with a key"
 
 
 # -- health ------------------------------------------------------------------------------------
@@ -361,18 +257,25 @@ async def test_keys_that_may_be_litellms_open_groups_at_their_home(
     assert (homes == [{0}, {1}, {2}]) is database
 
 
-async def test_without_ranks_it_lives_and_is_not_ready(lab: Lab) -> None:
-    await lab.ranks[0].kill()
-    lab.router.ranks.mark_failed(0)
-    assert (await lab.get("/healthz")).status_code == 200
-    response = await lab.get("/readyz")
+async def test_ranks_that_are_away_or_stall_are_not_ready(pair: Lab) -> None:
+    pair.silent.add(0)
+    await until(lambda: pair.router.ranks.stalled(0), "the rank is missed")
+    assert (await pair.get("/readyz")).json()["ranks"] == [1]
+    pair.silent.clear()
+    await until(lambda: not pair.router.ranks.stalled(0), "the rank is heard")
+    assert (await pair.get("/readyz")).json()["ranks"] == [0, 1]
+    for rank in pair.ranks:
+        await rank.kill()
+        pair.router.ranks.mark_failed(rank.number)
+    assert (await pair.get("/healthz")).status_code == 200
+    response = await pair.get("/readyz")
     assert response.status_code == 503
     assert response.headers["retry-after"]
 
 
 async def test_ranks_without_room_are_not_ready(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     full: set[int] = set()
-    monkeypatch.setattr(pair.router, "_is_full", lambda rank: rank in full)
+    monkeypatch.setattr(pair.router, "is_full", lambda rank: rank in full)
     full.add(0)
     assert (await pair.get("/readyz")).json()["ranks"] == [1]
     full.add(1)
@@ -397,15 +300,6 @@ async def test_ranks_without_an_engine_are_not_ready(pair: Lab) -> None:
     assert response.headers["retry-after"]
 
 
-async def test_ranks_that_stall_are_not_ready(pair: Lab) -> None:
-    pair.silent.add(0)
-    await until(lambda: pair.router.ranks.stalled(0), "the rank is missed")
-    assert (await pair.get("/readyz")).json()["ranks"] == [1]
-    pair.silent.clear()
-    await until(lambda: not pair.router.ranks.stalled(0), "the rank is heard")
-    assert (await pair.get("/readyz")).json()["ranks"] == [0, 1]
-
-
 async def test_its_own_answers_name_their_version(pair: Lab) -> None:
     """What no rank has answered is an answer of a service, too."""
     answer = await pair.get("/rl/v1/sessions/ses-7-0123456789abcdef")
@@ -413,72 +307,18 @@ async def test_its_own_answers_name_their_version(pair: Lab) -> None:
     assert API_HEADER not in (await pair.get("/readyz")).headers
 
 
-async def test_it_writes_its_own_entry(lab: Lab) -> None:
-    path = lab.registry / "router.json"
-    entry = RegistryEntry.model_validate_json(path.read_bytes())
-    assert (entry.name, entry.url) == ("router", f"http://127.0.0.1:{lab.port}")
-    before = path.stat().st_mtime_ns
-    await until(lambda: path.stat().st_mtime_ns > before, "it is written again")
-
-
-async def test_it_writes_its_entry_in_a_thread(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stream waits for the disk."""
-    writers: list[threading.Thread] = []
-
-    def told(folder: Path, entry: RegistryEntry) -> None:
-        writers.append(threading.current_thread())
-        publish(folder, entry)
-
-    monkeypatch.setattr(presence, "publish", told)
-    await until(lambda: len(writers) >= 2, "it is written again")
-    assert threading.current_thread() not in writers
-
-
-async def test_a_stop_finishes_what_is_under_way(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_STOP_SECONDS", LIMIT)
-    go = asyncio.Event()
-
-    async def answer(received: object) -> None:
-        await go.wait()
-        await received.answer({"done": True})  # type: ignore[attr-defined]
-
-    async def closed() -> bool:
-        try:
-            (await lab.connect()).close()
-        except ConnectionRefusedError:
-            return True
-        return False
-
-    lab.ranks[0].handler = answer
-    async with serving(lab.config) as (_, port):
-        lab.port = port
-        wire = await lab.connect()
-        await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await until(lambda: lab.ranks[0].received, "the call is under way")
-        ending = asyncio.create_task(until(closed, "the stop begins"))
-        ending.add_done_callback(lambda _: go.set())
-    await ending
-    assert "200" in await wire.head()
-    entry = RegistryEntry.model_validate_json((lab.registry / "router.json").read_bytes())
-    assert entry.state in ("stopping", "ready")
-    with pytest.raises(ConnectionRefusedError):
-        await lab.connect()
-
-
 async def test_a_stop_ends_what_does_not_end(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(app, "STOP_SECONDS", 0.2)
 
-    async def answer(received: object) -> None:
-        await asyncio.Event().wait()
-
-    lab.ranks[0].handler = answer
+    lab.ranks[0].handler = never
     async with asyncio.timeout(60), serving(lab.config) as (_, port):
         lab.port = port
-        wire = await lab.connect()
-        await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wire = await (await lab.connect()).send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: lab.ranks[0].received, "the call is under way")
     assert (await wire.rest())[0] == b""
     assert lab.ranks[0].left.is_set()
+    with pytest.raises(ConnectionRefusedError):
+        await lab.connect()
 
 
 async def test_nothing_that_is_logged_holds_a_key(
@@ -486,9 +326,6 @@ async def test_nothing_that_is_logged_holds_a_key(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     key = lab.key(0)
-
-    async def die(received: object) -> None:
-        received.die()  # type: ignore[attr-defined]
 
     await lab.post(f"/{key}/v1/x", {}, key)
     lab.ranks[0].handler = die
@@ -501,25 +338,48 @@ async def test_nothing_that_is_logged_holds_a_key(
     assert all(key not in record.getMessage() for record in ours)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
+async def test_bodies_that_cannot_be_written_again_are_refused(pair: Lab) -> None:
+    """What is changed on its way is written anew, and no writer goes as deep as the reader."""
+
+    for rank in pair.ranks:
+        rank.handler = refuses("no_capacity", 429)
+    deep = b'{"a":' * 900 + b"1" + b"}" * 900
+    for path, fields in (
         ("/rl/v1/lease", b'"owner": "me"'),
         ("/rl/v1/ack", b'"trained": ["ses-0-0123456789abcdef"]'),
         ("/rl/v1/start_session", b'"wait": 1'),
         ("/rl/start_session", b'"task_id": "t"'),
-    ],
-)
-async def test_bodies_that_cannot_be_written_again(pair: Lab, path: str, fields: bytes) -> None:
-    """What is changed on its way is written anew, and no writer goes as deep as the reader."""
-    for rank in pair.ranks:
-        rank.handler = no_slot
-    deep = b'{"a":' * 900 + b"1" + b"}" * 900
-    response = await pair.post(path, b'{%s, "metadata": %s}' % (fields, deep))
-    assert response.status_code in (400, 429), response.text
-    if response.status_code == 400:
-        assert response.json()["error"]["code"] == "too_deep"
+    ):
+        response = await pair.post(path, b'{%s, "metadata": %s}' % (fields, deep))
+        assert response.status_code in (400, 429), (path, response.text)
+        if response.status_code == 400:
+            assert response.json()["error"]["code"] == "too_deep"
 
 
-async def no_slot(received: Received) -> None:
-    await received.answer({"error": {"code": "no_capacity"}}, status=429)
+ADMIN = "admin-key-1"
+
+
+@pytest.mark.parametrize("ui", [True, False])
+async def test_it_says_what_runs_here_without_a_key(start_lab: StartLab, ui: bool) -> None:
+    lab = await start_lab(f"server.admin_key={ADMIN}", f"server.ui={str(ui).lower()}")
+    answer = await lab.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    url = str(lab.http.base_url).rstrip("/")
+    assert f"{url}/v1 " in answer.text
+    assert "docs/README.md" in answer.text and (f"{url}/ui" in answer.text) == ui
+    # It tells nobody about the run, and asks no rank.
+    for key in ("wrong", lab.signer.mint(0)[1]):
+        assert (await lab.get("/", key)).status_code == 200
+    assert lab.ranks[0].received == []
+    assert lab.config.experiment not in answer.text.replace("any-agent", "")
+    head = await lab.http.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(answer.content))
+
+
+async def test_a_browser_is_led_to_the_dashboard_where_there_is_one(start_lab: StartLab) -> None:
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    lab = await start_lab()
+    answer = await lab.get("/", **browser)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import home_of
 from router.areal import GRANT
 from tests.router.conftest import StartLab
-from tests.support.router import FakeRank, Lab, Received
+from tests.support.router import FakeRank, Lab, Received, die, refuses
 
 START = "/rl/start_session"
 NO_SLOT = {"error": {"code": "no_capacity"}}
@@ -72,12 +71,9 @@ async def test_slots_are_granted_to_the_ranks_in_turn(pair: Lab) -> None:
     for _ in range(6):
         assert (await pair.post("/grant_capacity")).status_code == 200
     assert [len(rank.received) for rank in pair.ranks] == [3, 3]
-
-
-async def test_a_grant_with_an_idempotency_key_is_one_ranks(pair: Lab) -> None:
     for _ in range(5):
         await pair.post("/grant_capacity", None, None, **{"Idempotency-Key": "k"})
-    assert sorted(len(rank.received) for rank in pair.ranks) == [0, 5]
+    assert sorted(len(rank.received) for rank in pair.ranks) == [3, 8], "a key has one rank"
 
 
 async def test_a_task_is_opened_at_home(pair: Lab) -> None:
@@ -86,14 +82,6 @@ async def test_a_task_is_opened_at_home(pair: Lab) -> None:
         for home in (0, 1):
             assert await opened(pair, {"task_id": task_of(home)}) == on(home, granted=granted)
     assert [(r.grants, r.trainers) for r in ranks] == [(0, 0), (0, 0)]
-
-
-async def test_a_single_rank_is_asked_once(lab: Lab) -> None:
-    Slots(lab.ranks[0], grants=1, trainers=1)
-    assert await opened(lab, {"task_id": "t"}) == on(0, granted=True)
-    assert await opened(lab) == on(0, granted=False)
-    assert await opened(lab, **{"Idempotency-Key": "k"}) == 429
-    assert len(lab.ranks[0].received) == 3
 
 
 @pytest.mark.parametrize("how", ["body", "query"])
@@ -123,7 +111,7 @@ async def test_the_last_try_counts(
     start_lab: StartLab, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is the open's; without one, the open gets a slot of the trainer."""
-    monkeypatch.setattr("router.areal._MAX_TRIES", 1)
+    monkeypatch.setattr("router.areal.MAX_TRIES", 1)
     found = await _opened_while_granted(await start_lab(ranks=3), {}, left=left)
     assert found == (on(1, granted=True) if left else on(0, granted=False))
 
@@ -150,27 +138,10 @@ async def _opened_while_granted(lab: Lab, headers: dict[str, str], *, left: bool
     return await opening
 
 
-async def test_where_nothing_is_granted_each_rank_is_asked_once(start_lab: StartLab) -> None:
-    """Many opens at once do not wait for each other."""
-    lab = await start_lab(ranks=3)
-    asked: Counter[int] = Counter()
-    for each in lab.ranks:
-        slots = Slots(each, trainers=20)
-
-        async def counted(received: Received, slots: Slots = slots) -> None:
-            asked[slots.rank.number] += bool(received.values(GRANT_ONLY_HEADER))
-            await slots.answer(received)
-
-        each.handler = counted
-    done = await asyncio.gather(*(opened(lab, {"task_id": task_of(0, 3)}) for _ in range(8)))
-    assert done == [on(0, granted=False)] * 8
-    assert asked == {0: 8, 1: 8, 2: 8}
-
-
 async def test_a_rank_that_hangs_is_not_asked_again_for_a_while(
     start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.areal._ASK_TIMEOUT", 0.2)
+    monkeypatch.setattr("router.areal.ASK_TIMEOUT", 0.2)
     lab = await start_lab(ranks=2)
     Slots(lab.ranks[0], trainers=5)
     asked, released = 0, asyncio.Event()
@@ -187,30 +158,21 @@ async def test_a_rank_that_hangs_is_not_asked_again_for_a_while(
     assert asked == 1
 
 
-async def test_without_a_task_and_grants_any_ranks_slot_will_do(pair: Lab) -> None:
+async def test_another_ranks_slot_will_do_unless_it_is_of_a_group(pair: Lab) -> None:
     Slots(pair.ranks[0])
-    Slots(pair.ranks[1], trainers=3)
-    assert [await opened(pair) for _ in range(4)] == [on(1, granted=False)] * 3 + [429]
+    Slots(pair.ranks[1], trainers=4)
+    response = await pair.post(START, {"task_id": task_of(0)})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert [await opened(pair) for _ in range(5)] == [on(1, granted=False)] * 4 + [429]
 
 
 async def test_without_a_training_another_ranks_grant_will_do(pair: Lab) -> None:
-    async def finished(received: Received) -> None:
-        await received.answer({"error": {"code": "run_finished", "message": ""}}, status=409)
-
-    pair.ranks[0].handler = finished
+    pair.ranks[0].handler = refuses("run_finished", 409)
     Slots(pair.ranks[1], grants=1)
     assert await opened(pair, {"task_id": task_of(0)}) == on(1, granted=True)
-    pair.ranks[1].handler = finished
+    pair.ranks[1].handler = refuses("run_finished", 409)
     response = await pair.post(START, {"task_id": task_of(0)})
     assert (response.status_code, response.json()["error"]["code"]) == (409, "run_finished")
-
-
-async def test_another_ranks_group_slots_will_not(pair: Lab) -> None:
-    Slots(pair.ranks[0])
-    Slots(pair.ranks[1], trainers=1)
-    response = await pair.post(START, {"task_id": task_of(0)})
-    assert response.status_code == 429
-    assert response.headers["retry-after"] == "2"
 
 
 @pytest.mark.parametrize("task", [True, False])
@@ -241,10 +203,7 @@ async def test_with_an_idempotency_key_home_is_waited_for(start_lab: StartLab) -
 
 
 async def test_what_a_rank_refuses_is_told_and_no_other_one_is_asked(pair: Lab) -> None:
-    async def bad(received: Received) -> None:
-        await received.answer({"error": {"code": "invalid_request"}}, status=400)
-
-    pair.ranks[0].handler = bad
+    pair.ranks[0].handler = refuses("invalid_request", 400)
     Slots(pair.ranks[1], grants=1)
     assert await opened(pair, {"task_id": task_of(0), "x": 1}) == 400
     assert not pair.ranks[1].received
@@ -263,9 +222,6 @@ async def test_a_key_is_reused_at_its_rank(pair: Lab) -> None:
 
 
 async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
-    async def die(received: Received) -> None:
-        received.die()
-
     Slots(pair.ranks[0])
     pair.ranks[1].handler = die
     assert await opened(pair, {"task_id": task_of(0)}) == 429
@@ -273,10 +229,7 @@ async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
 
 
 async def test_a_quota_moves_no_grant(pair: Lab) -> None:
-    async def enough(received: Received) -> None:
-        await received.answer({"error": {"code": "quota_exceeded", "message": ""}}, status=429)
-
-    pair.ranks[0].handler = enough
+    pair.ranks[0].handler = refuses("quota_exceeded", 429)
     there = Slots(pair.ranks[1], grants=1)
     body = {"task_id": task_of(0)}
     assert await opened(pair, body, **{"Idempotency-Key": "k"}) == 429
@@ -323,38 +276,20 @@ async def test_a_grant_goes_where_an_open_waits(pair: Lab) -> None:
     assert await waiting == on(1, granted=True)
 
 
-async def test_a_session_beside_an_open_does_not_choose_its_rank(pair: Lab) -> None:
-    for rank in pair.ranks:
-        Slots(rank, trainers=1)
-    beside = {"X-Any-Agent-Session": "ses-1-0123456789abcdef"}
-    response = await pair.post(START, {"task_id": task_of(0)}, **beside)
-    assert response.json()["rank"] == 0
+async def test_what_is_wrong_some_rank_says(pair: Lab) -> None:
+    for body in (b"{", b"[]", b"{}", b'{"task_id": 5}'):
+        assert (await pair.post(START, body)).status_code == 200
+    assert sum(len(rank.received) for rank in pair.ranks) == 4
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"{}", b'{"task_id": 5}'])
-async def test_what_is_wrong_some_rank_says(pair: Lab, body: bytes) -> None:
-    assert (await pair.post(START, body)).status_code == 200
-    assert sum(len(rank.received) for rank in pair.ranks) == 1
-
-
-@pytest.mark.parametrize("session", ["task-0-1-0", "ses-1-0123456789abcdef"])
-async def test_an_export_goes_to_the_sessions_rank(pair: Lab, session: str) -> None:
-    for _ in range(3):
-        await pair.post("/export_trajectories", {"session_id": session})
-    assert [len(rank.received) for rank in pair.ranks] == [0, 3]
-
-
-async def test_an_id_before_the_path_names_the_rank(pair: Lab) -> None:
+async def test_an_id_names_its_rank_in_the_body_and_before_the_path(pair: Lab) -> None:
+    for session in ("task-0-1-0", "ses-1-0123456789abcdef"):
+        for _ in range(3):
+            await pair.post("/export_trajectories", {"session_id": session})
     for path in ("v1/chat/completions", "chat/completions", "rl/set_reward", "rl/end_session"):
         await pair.post(f"/task-0-1-7/{path}", {"reward": 1})
-    assert [len(rank.received) for rank in pair.ranks] == [0, 4]
-    assert all(r.target.startswith("/task-0-1-7/") for r in pair.ranks[1].received)
-
-
-async def test_keys_name_the_rank_of_rewards_and_ends(pair: Lab) -> None:
-    for path in ("/rl/set_reward", "/rl/end_session"):
-        await pair.post(path, {}, pair.key(1))
-    assert [len(rank.received) for rank in pair.ranks] == [0, 2]
+    assert [len(rank.received) for rank in pair.ranks] == [0, 10]
+    assert all(r.target.startswith("/task-0-1-7/") for r in pair.ranks[1].received[6:])
 
 
 async def test_health_counts_the_ranks(pair: Lab) -> None:
@@ -365,7 +300,7 @@ async def test_a_move_that_is_answered_late_is_made_once(
     pair: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank has it, and says so only when it is asked again under the same key."""
-    monkeypatch.setattr("router.areal._MOVE_TIMEOUT", 0.8)
+    monkeypatch.setattr("router.areal.MOVE_TIMEOUT", 0.8)
     Slots(pair.ranks[1])
     slots, keys, released = Slots(pair.ranks[0]), [], asyncio.Event()
 

@@ -6,7 +6,7 @@ import asyncio
 
 from any_agent.rundir.registry import Registry
 from tests.support.proxy import until
-from tests.support.router import END, Lab, Received
+from tests.support.router import END, Lab, Received, never, says
 
 POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -22,8 +22,7 @@ async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab)
         await received.send(END)
 
     lab.ranks[0].handler = answer
-    wire = await lab.connect()
-    await wire.send(POST)
+    wire = await (await lab.connect()).send(POST)
     await wire.head()
     drained = asyncio.create_task(lab.router.drain(30))
     await until(lambda: lab.router.draining)
@@ -55,9 +54,6 @@ async def test_it_says_that_it_stops(lab: Lab) -> None:
 
 
 async def test_an_answer_that_never_ends_is_awaited_for_so_long(lab: Lab) -> None:
-    async def never(received: Received) -> None:
-        await asyncio.Event().wait()
-
     lab.ranks[0].handler = never
     wire = await lab.connect()
     await wire.send(POST)
@@ -83,9 +79,6 @@ async def test_a_draining_rank_is_passed_over_for_an_open(pair: Lab) -> None:
         error = {"message": "stopping", "type": "server_error", "param": None, "code": "draining"}
         await received.answer({"error": error}, status=503, headers={"retry-after": "5"})
 
-    async def opens(received: Received) -> None:
-        await received.answer({"session_id": "s"})
-
-    pair.ranks[0].handler, pair.ranks[1].handler = stopping, opens
+    pair.ranks[0].handler, pair.ranks[1].handler = stopping, says({"session_id": "s"})
     for _ in range(4):
         assert (await pair.post("/rl/v1/start_session", {})).json() == {"session_id": "s"}

@@ -6,21 +6,16 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router import fanout
-from router.lease import split
+from router.fanout import newest
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received
+from tests.support.router import Lab, Received, says
 
 CAPACITY = {"admitted": 3, "reserved": 1, "waiting": 2, "running": 4, "buffered": 5, "limit": 9}
-
-
-def says(rank: FakeRank, data: Any, status: int = 200, **options: Any) -> None:
-    async def handler(received: Received) -> None:
-        await received.answer(data, status=status, **options)
-
-    rank.handler = handler
 
 
 async def away(lab: Lab, number: int) -> None:
@@ -30,8 +25,8 @@ async def away(lab: Lab, number: int) -> None:
 
 async def test_capacity_is_summed(pair: Lab) -> None:
     other = {name: 10 * value for name, value in CAPACITY.items()}
-    says(pair.ranks[0], CAPACITY | {"queue": [1, 2]})
-    says(pair.ranks[1], other | {"queue": []})
+    pair.ranks[0].handler = says(CAPACITY | {"queue": [1, 2]})
+    pair.ranks[1].handler = says(other | {"queue": []})
     for response in (
         await pair.get("/rl/v1/capacity"),
         await pair.http.put("/rl/v1/capacity", json={"limit": 9}),
@@ -58,51 +53,43 @@ async def test_capacity_is_summed(pair: Lab) -> None:
     ],
 )
 async def test_the_rank_that_is_behind_speaks_for_all(pair: Lab, method: str, path: str) -> None:
-    says(pair.ranks[0], {"version": 5, "state": "training"})
-    says(pair.ranks[1], {"version": 4, "state": "finished"})
+    pair.ranks[0].handler = says({"version": 5, "state": "training"})
+    pair.ranks[1].handler = says({"version": 4, "state": "finished"})
     data = (await pair.http.request(method, path, json={"x": 1})).json()
     assert (data["version"], data["state"]) == (4, "finished")
     assert {rank: one["version"] for rank, one in data["ranks"].items()} == {"0": 5, "1": 4}
     assert data["unreachable"] == []
 
 
-async def test_a_missing_rank_is_named(pair: Lab) -> None:
-    says(pair.ranks[1], CAPACITY)
-    await away(pair, 0)
+@pytest.mark.parametrize("how", ["away", "dies", "hangs", "fails"])
+async def test_a_rank_that_does_not_answer_is_named(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(fanout, "READ_TIMEOUT", 2.0)
+    error = {"error": {"code": "engine_unavailable"}}
+
+    async def handler(received: Received) -> None:
+        if how == "dies":
+            received.die()
+        elif how == "hangs":
+            await asyncio.Event().wait()
+        else:
+            await received.answer(error, status=503)
+
+    pair.ranks[1].handler = says(CAPACITY)
+    pair.ranks[0].handler = handler
+    if how == "away":
+        await away(pair, 0)
     data = (await pair.get("/rl/v1/capacity")).json()
     assert data["unreachable"] == [0]
     assert data["admitted"] == CAPACITY["admitted"]
-    assert list(data["ranks"]) == ["1"]
-
-
-async def test_a_rank_that_dies_over_it_is_named(pair: Lab) -> None:
-    async def die(received: Received) -> None:
-        received.die()
-
-    says(pair.ranks[1], CAPACITY)
-    pair.ranks[0].handler = die
-    assert (await pair.get("/rl/v1/capacity")).json()["unreachable"] == [0]
-
-
-async def test_a_rank_that_hangs_is_named(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "_READ_TIMEOUT", 2.0)
-
-    async def hang(received: Received) -> None:
-        await asyncio.Event().wait()
-
-    says(pair.ranks[1], CAPACITY)
-    pair.ranks[0].handler = hang
-    assert (await pair.get("/rl/v1/capacity")).json()["unreachable"] == [0]
-    await until(pair.ranks[0].left.is_set, "the request is given up")
-
-
-async def test_a_rank_that_fails_is_named_and_heard(pair: Lab) -> None:
-    error = {"error": {"code": "engine_unavailable"}}
-    says(pair.ranks[0], error, 503)
-    says(pair.ranks[1], {"version": 1})
-    data = (await pair.post("/rl/v1/pause")).json()
-    assert data["unreachable"] == [0]
-    assert data["ranks"] == {"0": error, "1": {"version": 1}}
+    assert data["ranks"] == {"1": CAPACITY} | ({"0": error} if how == "fails" else {})
+    if how == "hangs":
+        await until(pair.ranks[0].left.is_set, "the request is given up")
+    if how == "fails":
+        pair.ranks[1].handler = handler
+        response = await pair.get("/rl/v1/capacity")
+        assert (response.status_code, response.json()) == (503, error), "all of them do"
 
 
 async def test_without_any_rank(pair: Lab) -> None:
@@ -115,20 +102,12 @@ async def test_without_any_rank(pair: Lab) -> None:
 
 
 async def test_refusals_are_passed_on(pair: Lab) -> None:
-    says(pair.ranks[0], CAPACITY)
-    says(pair.ranks[1], {"error": {"code": "forbidden"}}, 403)
+    pair.ranks[0].handler = says(CAPACITY)
+    pair.ranks[1].handler = says({"error": {"code": "forbidden"}}, status=403)
     for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
         response = await pair.get(path)
         assert response.status_code == 403
         assert response.json() == {"error": {"code": "forbidden"}}
-
-
-async def test_errors_of_all_ranks_are_passed_on(pair: Lab) -> None:
-    for rank in pair.ranks:
-        says(rank, {"error": {"code": "store_unavailable"}}, 503)
-    response = await pair.get("/rl/v1/capacity")
-    assert response.status_code == 503
-    assert response.json() == {"error": {"code": "store_unavailable"}}
 
 
 def line(number: int) -> dict[str, Any]:
@@ -136,8 +115,8 @@ def line(number: int) -> dict[str, Any]:
 
 
 async def test_sessions_are_one_list(pair: Lab) -> None:
-    says(pair.ranks[0], [line(k) for k in (9, 5, 1)])
-    says(pair.ranks[1], [line(k) for k in (8, 6, 0)])
+    pair.ranks[0].handler = says([line(k) for k in (9, 5, 1)])
+    pair.ranks[1].handler = says([line(k) for k in (8, 6, 0)])
     response = await pair.get("/rl/v1/sessions?limit=4")
     assert [session["number"] for session in response.json()] == [9, 8, 6, 5]
     assert response.headers["x-any-agent-after"] == "0:5,1:6"
@@ -153,20 +132,20 @@ async def test_sessions_are_one_list(pair: Lab) -> None:
 
 
 async def test_what_a_rank_has_left_is_on_the_next_page(pair: Lab) -> None:
-    says(pair.ranks[0], [line(9), line(5)], headers={"x-any-agent-after": "0:5"})
-    says(pair.ranks[1], [line(8)])
+    pair.ranks[0].handler = says([line(9), line(5)], headers={"x-any-agent-after": "0:5"})
+    pair.ranks[1].handler = says([line(8)])
     response = await pair.get("/rl/v1/sessions?limit=3")
     assert response.headers["x-any-agent-after"] == "0:5,1:1"
     target = "/rl/v1/sessions?limit=3&after=0:5,1:1"
-    says(pair.ranks[0], [])
-    says(pair.ranks[1], [])
+    pair.ranks[0].handler = says([])
+    pair.ranks[1].handler = says([])
     response = await pair.get(target)
     assert pair.ranks[1].received[-1].target == target
     assert "x-any-agent-after" not in response.headers
 
 
 async def test_a_session_key_asks_its_own_rank_alone(pair: Lab) -> None:
-    says(pair.ranks[1], {"version": 3})
+    pair.ranks[1].handler = says({"version": 3})
     assert (await pair.get("/rl/v1/version", pair.key(1))).json() == {"version": 3}
     assert not pair.ranks[0].received
 
@@ -187,7 +166,7 @@ async def test_a_session_that_is_named_beside_changes_nothing(
 ) -> None:
     """Else a pause, or a version, that is for all ranks would reach one of them."""
     for rank in pair.ranks:
-        says(rank, CAPACITY | {"version": 3})
+        rank.handler = says(CAPACITY | {"version": 3})
     query, headers = (f"?session_id={IDS[1]}", {}) if where == "query" else ("", {NAMED: IDS[1]})
     response = await pair.http.request(method, path + query, json={"limit": 9}, headers=headers)
     assert sorted(response.json()["ranks"]) == ["0", "1"]
@@ -201,7 +180,7 @@ NAMED = "X-Any-Agent-Session"
 
 async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:
     for rank in pair.ranks:
-        says(rank, {"version": 3})
+        rank.handler = says({"version": 3})
     await pair.get("/rl/v1/run", "operator-secret", **{"Accept-Encoding": "gzip"})
     for rank in pair.ranks:
         (received,) = rank.received
@@ -210,11 +189,47 @@ async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:
         assert not received.values("accept-encoding")
 
 
-def test_split() -> None:
-    def rank_of(item: Any) -> int | None:
-        return item if isinstance(item, int) else None
+Ranks = list[list[float]]
 
-    assert split([1, 2, 1], rank_of) == {1: [1, 1], 2: [2]}
-    assert split([], rank_of) == {}
-    for bad in (None, {}, "1", [1, "x"]):
-        assert split(bad, rank_of) is None
+
+def page(times: list[float], before: int | None, limit: int) -> tuple[list[Any], int | None]:
+    """As a rank answers: numbers below ``before``, the highest first."""
+    before = len(times) + 1 if before is None else before
+    numbers = range(min(before - 1, len(times)), 0, -1)[:limit]
+    lines = [{"number": n, "created_at": times[n - 1]} for n in numbers]
+    lowest = lines[-1]["number"] if len(lines) == limit else 1
+    return lines, lowest if lowest > 1 else None
+
+
+@given(
+    ranks=st.lists(st.lists(st.floats(0, 9), max_size=9), min_size=1, max_size=3),
+    limit=st.integers(1, 9),
+)
+def test_pages_hold_each_session_once(ranks: Ranks, limit: int) -> None:
+    # A clock that is set back puts no session of a rank before a newer one of it.
+    places: dict[int, int] | None = {}
+    found: list[tuple[int, int]] = []
+    for _ in range(100):
+        assert places is not None
+        answers, ends = {}, {}
+        for rank, times in enumerate(ranks):
+            answers[rank], ends[rank] = page(times, places.get(rank), limit)
+            for each in answers[rank]:
+                each["rank"] = rank
+        shown, places = newest(answers, ends, places, limit)
+        assert len(shown) <= limit
+        found += [(each["rank"], each["number"]) for each in shown]
+        if places is None:
+            break
+    expected = {(r, n + 1) for r, times in enumerate(ranks) for n in range(len(times))}
+    assert len(found) == len(expected) and set(found) == expected
+    for rank in range(len(ranks)):
+        mine = [number for owner, number in found if owner == rank]
+        assert mine == sorted(mine, reverse=True)
+
+
+def test_a_rank_that_is_away_is_asked_for_the_same_again() -> None:
+    lines = [{"number": 3, "created_at": 3.0}, {"number": 2, "created_at": 2.0}]
+    shown, places = newest({0: lines}, {0: 2}, {0: 4, 1: 7}, 9)
+    assert [each["number"] for each in shown] == [3, 2]
+    assert places == {0: 2, 1: 7}

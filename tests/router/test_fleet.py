@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from any_agent.rundir.fleet import Fleet, save_fleet
@@ -12,20 +10,12 @@ from router.open_session import START
 from tests.router.conftest import StartLab
 from tests.router.test_implicit_affinity import IMPLICIT
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received
+from tests.support.router import FakeRank, Lab, Received, refuses
 
 HEADER = "x-any-agent-fleet"
 GROWN = Fleet.of(2).with_state(2, "joining").with_state(2, "serving")
 MOVED = next(f"g{k}" for k in range(100) if homes_of(f"g{k}", GROWN) != [home_of(f"g{k}", [0, 1])])
 """A group whose home would be another rank now."""
-
-
-def refuse(rank: FakeRank, status: int, code: str) -> None:
-    async def handler(received: Received) -> None:
-        error = {"message": "no", "type": "x", "param": None, "code": code}
-        await received.answer({"error": error}, status=status)
-
-    rank.handler = handler
 
 
 async def set_fleet(lab: Lab, fleet: Fleet) -> None:
@@ -55,7 +45,7 @@ async def test_a_group_is_where_it_was_born(grown: Lab, fields: dict[str, str]) 
 
 async def test_a_group_begins_where_it_would_be_born_now(grown: Lab) -> None:
     before, now = homes_of(MOVED, GROWN)
-    refuse(grown.ranks[before], 421, "misdirected")
+    grown.ranks[before].handler = refuses("misdirected", 421)
     assert (await grown.post(START, {"group_id": MOVED})).status_code == 200
     assert (told(grown.ranks[before]), told(grown.ranks[now])) == (["2 member"], ["2"])
 
@@ -65,18 +55,6 @@ async def test_an_idempotency_key_is_known_where_it_was_answered(grown: Lab) -> 
     before, now = homes_of(f"key {key}", GROWN)
     assert (await grown.post(START, {}, **{"Idempotency-Key": key})).status_code == 200
     assert (told(grown.ranks[before]), told(grown.ranks[now])) == (["2 member"], [])
-
-
-async def test_the_earlier_home_is_waited_for(grown: Lab) -> None:
-    """It alone knows whether it has the group."""
-    before, now = homes_of(MOVED, GROWN)
-    home = grown.ranks[before]
-    await home.kill()
-    call = asyncio.create_task(grown.post(START, {"group_id": MOVED}))
-    await until(lambda: grown.router.ranks.waiting == 1, "the open waits")
-    await grown.restart(home)
-    assert (await call).status_code == 200
-    assert not grown.ranks[now].received
 
 
 async def test_a_rank_that_knows_a_newer_fleet_sends_the_router_back(grown: Lab) -> None:
@@ -121,7 +99,7 @@ async def test_a_draining_rank_is_left_for_the_present_home(grown: Lab) -> None:
 
 async def test_a_rank_that_stops_is_no_change(grown: Lab) -> None:
     group = next(f"g{k}" for k in range(100) if homes_of(f"g{k}", GROWN) == [0])
-    refuse(grown.ranks[0], 503, "draining")
+    grown.ranks[0].handler = refuses("draining", 503)
     answer = await grown.post(START, {"group_id": group})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
     assert len(grown.ranks[0].received) == 1
@@ -167,7 +145,7 @@ async def test_a_conversation_goes_to_the_rank_that_has_its_session(start_lab: S
     lab = await start_lab(*IMPLICIT, ranks=3)
     await set_fleet(lab, GROWN)
     for rank in lab.ranks[:2]:
-        refuse(rank, 421, "misdirected")
+        rank.handler = refuses("misdirected", 421)
     for k in range(24):
         body = {"model": "m", "messages": [{"role": "user", "content": f"hello {k}"}]}
         answer = await lab.post("/v1/chat/completions", body)

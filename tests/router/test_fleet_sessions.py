@@ -134,7 +134,6 @@ async def run(tmp_path: Path, chat: ChatFormat) -> AsyncIterator[Run]:
         yield Run(pair)
 
 
-@pytest.mark.service
 async def test_no_session_is_lost_and_no_group_is_split(run: Run) -> None:
     await asyncio.to_thread(run.executor.start)
     await asyncio.to_thread(run.executor.begin)

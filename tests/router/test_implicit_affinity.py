@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -17,12 +16,11 @@ from router.affinity import home_of
 from router.implicit_affinity import ImplicitAffinity
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import Lab, Received
+from tests.support.router import Lab, once_set
 
 PATH = "/v1/chat/completions"
 IMPLICIT = ("sessions.implicit=true", "sessions.grader=tests.support.graders.by_length")
 ADMIN = "operator-secret-4711"
-OWN = {"Authorization": f"Bearer {ADMIN}"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -92,18 +90,6 @@ async def test_what_is_sent_arrives_as_it_was(pair: Lab) -> None:
     assert {b"", b"{", b"[]", b'{"messages": 1}', b'"text"', b"[" * 2000} <= set(bodies)
 
 
-async def test_calls_that_name_a_session_go_where_it_is(pair: Lab) -> None:
-    body = {"messages": said(2)}
-    for rank in (0, 1):
-        assert await ranks_of(pair, PATH, body, pair.key(rank)) == [rank]
-        assert await ranks_of(pair, f"/{pair.key(rank)}{PATH}", body) == [rank]
-
-
-async def test_without_it_ranks_take_turns(start_lab: StartLab) -> None:
-    lab = await start_lab(ranks=2)
-    assert await ranks_of(lab, PATH, {"messages": said(1)}) == [0, 1]
-
-
 async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> None:
     lab = await start_lab(*IMPLICIT, "server.admin_key=operator-secret-4711", ranks=2)
     key = create_key(run_dir_of(lab.config).keys, "tenant", tenant="alice")[0]
@@ -120,12 +106,8 @@ def keep_waiting(lab: Lab) -> asyncio.Event:
     """No rank answers before it is set."""
     go_on = asyncio.Event()
 
-    async def wait(received: Received) -> None:
-        await go_on.wait()
-        await received.answer()
-
     for rank in lab.ranks:
-        rank.handler = wait
+        rank.handler = once_set(go_on)
     return go_on
 
 
@@ -164,38 +146,6 @@ async def test_long_requests_are_bounded_altogether_and_by_key(tight: Lab) -> No
     assert (await tight.post(PATH, LONG, keys[0])).status_code == 200
 
 
-async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) -> None:
-    async def parts(content: bytes) -> AsyncIterator[bytes]:
-        for at in range(0, len(content), 50_000):
-            yield content[at : at + 50_000]
-
-    async def ask(content: bytes) -> int:
-        return (await tight.http.post(PATH, content=parts(content), headers=OWN)).status_code
-
-    go_on = keep_waiting(tight)
-    small = b'{"messages": [{"role": "user", "content": "hi"}]}'
-    asked = [asyncio.create_task(ask(small)) for _ in range(20)]
-    await until(lambda: forwarded(tight) == 20)
-    long = small + b" " * 80_000
-    asked.append(asyncio.create_task(ask(long)))
-    await until(lambda: forwarded(tight) == 21)
-    assert tight.router.limits.bytes == 20 * len(small) + len(long)
-    go_on.set()
-    assert {await task for task in asked} == {200}
-    assert tight.router.limits.bytes == 0
-
-
-async def test_an_upload_has_its_time(start_lab: StartLab) -> None:
-    settings = ("server.max_body_bytes=200000", "server.body_timeout=0.05")
-    tight = await start_lab(*IMPLICIT, *settings, ranks=2)
-    for length in ("content-length: 190000", "transfer-encoding: chunked"):
-        wire = await tight.connect()
-        await wire.send(f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
-        assert "400" in (await wire.head()).split("\r\n")[0]
-        wire.close()
-    assert tight.router.limits.bytes == 0
-
-
 async def test_a_thread_has_the_body_until_its_end(
     tight: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +156,7 @@ async def test_a_thread_has_the_body_until_its_end(
         go_on.wait(30)
         return 0
 
-    monkeypatch.setattr(ImplicitAffinity, "_name", read)
+    monkeypatch.setattr(ImplicitAffinity, "name", read)
     asked = asyncio.create_task(tight.post(PATH, LONG, ADMIN))
     try:
         await until(begun.is_set)

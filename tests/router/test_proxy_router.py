@@ -21,13 +21,10 @@ from aiohttp.test_utils import TestServer
 from any_agent.chat import ChatFormat
 from any_agent.errors import ConfigError, StartupError
 from any_agent.keys import rank_of_session
-from any_agent.rundir.fleet import FleetFile
 from router import ProxyRouter
-from router.proxy_router import _Proxies
-from router.rank_health import RankHealth
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
-from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy
+from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.real_parts import await_url, environment
 from tests.support.router import FakeRank, Received
 from tests.support.scripted_engine import ScriptedEngine
@@ -126,24 +123,6 @@ async def test_sessions_open_in_turn_and_stay_where_they_are(pair: list[Proxy]) 
         assert "any_agent_" in (await http.get("/metrics")).text
 
 
-@pytest.mark.parametrize("pair", [[f"server.admin_key={ADMIN}"]], indirect=True)
-async def test_keys_are_judged_by_the_ranks(pair: list[Proxy]) -> None:
-    router = ProxyRouter([proxy.url for proxy in pair])
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", router.route_request)
-    async with TestServer(app) as server, router, client_of(server) as http:
-        for key, status in ((None, 401), ("sk-wrong", 401), (ADMIN, 200)):
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            for method, path in (("POST", "/rl/v1/start_session"), ("GET", "/rl/v1/sessions")):
-                body = b"{}" if method == "POST" else None
-                answer = await http.request(method, path, content=body, headers=headers)
-                assert answer.status_code == status, (key, path)
-            expected = 200 if key == ADMIN else 401
-            assert (await http.get("/metrics", headers=headers)).status_code == expected
-        # Whoever has no key gets nowhere, so any address may be bound.
-        assert not (await router._opened("127.0.0.1"))._access.open_mode
-
-
 @pytest.mark.parametrize("pair", [[], [f"server.admin_key={ADMIN}"]], indirect=True)
 async def test_a_granted_slot_is_brought_to_the_rank_of_an_open(pair: list[Proxy]) -> None:
     for proxy in pair:
@@ -211,11 +190,17 @@ async def test_while_a_proxy_is_away_requests_are_told_to_come_again(rank: FakeR
                 assert not thread.is_alive()
         await rank.start()
         assert (await http.get("/rl/v1/capacity")).status_code == 200
+        await rank.kill()
+
+        async def away() -> bool:
+            return (await http.get("/readyz")).status_code == 503
+
+        await until(away, "the death is noticed")
 
 
 async def test_it_is_closed_after_the_loop_that_used_it(rank: FakeRank) -> None:
     router = ProxyRouter([rank.url])
-    await asyncio.to_thread(asyncio.run, router._opened("127.0.0.1"))
+    await asyncio.to_thread(asyncio.run, router.opened("127.0.0.1"))
     await asyncio.wait_for(router.close(), LIMIT)
 
 
@@ -245,47 +230,6 @@ async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.service
-def test_a_script_without_its_proxies_ends_with_one_line() -> None:
-    url = f"http://127.0.0.1:{own_port()}"
-    script = f"from router import ProxyRouter; ProxyRouter(['{url}'] * 2).start('127.0.0.1', 0)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    # On a busy machine it says before that its import takes a while.
-    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("importing "))
-    assert line.startswith("error: ") and line.count(url) == 1
-
-
-async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
-    async def health(received: Received) -> None:
-        await received.answer({"status": "ok", "rank": 0})
-
-    rank = FakeRank()
-    rank.handler = health
-    await rank.start()
-    proxies = _Proxies([rank.url])
-    ranks = RankHealth(proxies, FleetFile(None, 1), wait=LIMIT)
-    try:
-        await ranks.refresh()
-        assert ranks.live == [0]
-        await rank.kill()
-        ranks.mark_failed(0)
-        await ranks.refresh()
-        assert ranks.live == []
-        await rank.start()
-        await ranks.refresh()
-        assert ranks.live == [0]
-    finally:
-        proxies.close()
-        await rank.kill()
 
 
 async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:

@@ -31,7 +31,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "responses": {"input": ASK},
     "messages": {"messages": ASK, "max_tokens": 50},
 }
-EVERY = pytest.mark.parametrize("path", BODIES)
 PATIENCE = 4.0
 """Seconds that a client waits for a byte."""
 SILENCE = 6.0
@@ -147,7 +146,7 @@ async def test_every_sdk_raises_what_fails_after_the_head(service: Service) -> N
             await sdk(service, await service.key(), LIMIT)
 
 
-@EVERY
+@pytest.mark.parametrize("path", BODIES)
 async def test_the_head_and_pings_come_before_the_first_token(service: Service, path: str) -> None:
     session = await service.proxy.open()
     go_on = service.engine.hold(0)
@@ -172,20 +171,3 @@ async def test_the_head_and_pings_come_before_the_first_token(service: Service, 
     (interaction,) = await service.proxy.recorded(session["session_id"])
     assert service.chat.decode(interaction.output_ids.tolist()).startswith("at last")
     assert interaction.trainable
-
-
-@EVERY
-async def test_what_is_wrong_at_once_is_an_http_error(
-    service: Service, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What is at once on a machine that has much to do.
-    monkeypatch.setattr("proxy_ext.web.exchange.HOLD_SECONDS", LIMIT)
-    body = {"model": "m", "stream": True, **BODIES[path], "temperature": "hot"}
-    async with httpx.AsyncClient(timeout=LIMIT) as http:
-        headers = {"authorization": f"Bearer {await service.key()}"}
-        wrong = await http.post(f"{service.url}/v1/{path}", json=body, headers=headers)
-        assert wrong.status_code == 400
-        service.engine.fail("status", status=500)
-        del body["temperature"]
-        failed = await http.post(f"{service.url}/v1/{path}", json=body, headers=headers)
-        assert failed.status_code == 503

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +14,19 @@ import httpx
 import openai
 import pytest
 
+from any_agent.auth.key_store import create_key
 from any_agent.chat import ChatFormat
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.errors import Conflict
+from any_agent.errors import Forbidden, NotFound
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.protocol.rl import SessionStarted
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
+from any_agent.types import SessionState
 from proxy_ext.server import entry_of
-from router.affinity import home_of
-from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS, argument_of
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.router import serving
@@ -140,17 +137,6 @@ async def http(pair: Pair) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def several(work: Iterable[Awaitable[T]], at_once: int = 16) -> list[T]:
-    """Do it with so many at a time; the results in order."""
-    gate = asyncio.Semaphore(at_once)
-
-    async def one(item: Awaitable[T]) -> T:
-        async with gate:
-            return await item
-
-    return await asyncio.gather(*map(one, work))
-
-
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "gpt-4o", "messages": HELLO, "max_tokens": 4, **fields}
 
@@ -174,178 +160,7 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
 # -- sessions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.service
-async def test_a_thousand_sessions_and_a_new_router(start: Start) -> None:
-    pair = await start("rollout.max_concurrent=1000", "rollout.batch_size=1000")
-    await pair.admit(1000)
-    async with (
-        RLClient(pair.url, timeout=60, trust_env=False) as client,
-        httpx.AsyncClient(base_url=pair.url, timeout=60) as http,
-    ):
-        started = await several(opened(http, wait=10) for _ in range(1000))
-        ranks = Counter(rank_of_session(s.session_id) for s in started)
-        assert abs(ranks[0] - ranks[1]) <= 1, ranks
-        recorded = await several(call(http, s.api_key) for s in started[:500])
-        await pair.end("router")
-        await pair.start_router()
-        recorded += await several(call(http, s.api_key) for s in started[500:])
-        assert recorded == [s.session_id for s in started]
-        done = await several(client.finalize(s.api_key, 1.0) for s in started)
-    assert [(info.session_id, info.interactions) for info in done] == [
-        (s.session_id, 1) for s in started
-    ]
-    for rank, proxy in pair.proxies.items():
-        assert len(proxy.service.sessions.live) == ranks[rank]
-
-
-async def test_groups_stay_together(start: Start) -> None:
-    pair = await start("rollout.max_concurrent=1000")
-    await pair.admit(1000)
-    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
-        names = [f"group-{k}" for k in range(100)] * 2
-        started = await several(client.start_session(group_id=name) for name in names)
-    ranks = [rank_of_session(s.session_id) for s in started]
-    assert ranks == [home_of(name, range(2)) for name in names]
-    # Five standard deviations of a fair coin.
-    assert 25 <= sum(rank == 0 for rank in ranks[:100]) <= 75
-
-
-async def test_a_rank_starts_again_and_its_sessions_go_on(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    started = [await opened(http) for _ in range(4)]
-    for session in started:
-        await call(http, session.api_key)
-    await pair.end("rank-0")
-    waiting = [asyncio.create_task(call(http, session.api_key)) for session in started]
-    there = {s.session_id for s in started if rank_of_session(s.session_id) == 1}
-    await until(lambda: sum(task.done() for task in waiting) == len(there), "rank 1 goes on")
-    await pair.start_rank(0)
-    assert await asyncio.gather(*waiting) == [s.session_id for s in started]
-    for session in started:
-        assert (await client.finalize(session.api_key, 0.5)).interactions == 2
-
-
-async def test_a_prefix_is_a_base_url(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    sessions = [await opened(http) for _ in range(2)]
-    for session, other in zip(sessions, sessions[::-1], strict=True):
-        for name in (session.api_key, session.session_id):
-            refused = await http.post(
-                f"/{name}/v1/chat/completions",
-                json=body(),
-                headers={"Authorization": f"Bearer {other.api_key}"},
-            )
-            assert refused.json()["error"]["code"] == "session_mismatch"
-            response = await http.post(
-                f"/{name}/v1/chat/completions", json=body(), headers={"Authorization": "DUMMY"}
-            )
-            assert response.headers["x-any-agent-session"] == session.session_id
-        response = await http.post(f"/{session.api_key}/rl/v1/finalize", json={"final_reward": 1})
-        assert response.json()["interactions"] == 2
-
-
-async def test_without_slots_an_open_waits_for_one_anywhere(start: Start) -> None:
-    pair = await start()
-    async with httpx.AsyncClient(base_url=pair.url, timeout=60) as http:
-        opens = [asyncio.create_task(opened(http, wait=60)) for _ in range(4)]
-        waiting = [p.service.sessions.admission for p in pair.proxies.values()]
-        await until(lambda: [a.waiting for a in waiting] == [2, 2], "two wait at each rank")
-        await pair.admit(2)
-        assert len({s.session_id for s in await asyncio.gather(*opens)}) == 4
-
-
-async def test_the_client_opens_at_its_keys_home_and_goes_on_after_a_refusal(start: Start) -> None:
-    """Only rank 1 has slots: a key whose home is rank 0 is refused there, and the next is not."""
-    pair = await start()
-    await pair.proxies[1].admit(8)
-    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
-        started = await several(client.start_session(patience=60) for _ in range(8))
-    assert {rank_of_session(s.session_id) for s in started} == {1}
-
-
 # -- calls -------------------------------------------------------------------------------------
-
-
-async def test_the_first_chunk_arrives_with_the_first_token(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    """The engine makes its second token only after the client has seen the first."""
-    for _ in range(2):
-        session = await opened(http)
-        engine = pair.engines[rank_of_session(session.session_id) or 0]
-        second = engine.hold(1)
-        texts: list[str] = []
-        async with (
-            asyncio.timeout(240),
-            http.stream(
-                "POST",
-                "/v1/chat/completions",
-                json=body(stream=True, max_tokens=500),
-                headers={"Authorization": f"Bearer {session.api_key}"},
-            ) as response,
-        ):
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                text = json.loads(line[6:])["choices"][0]["delta"].get("content")
-                if not text:
-                    continue
-                if not texts:
-                    (running,) = engine.running.values()
-                    assert len(running.ids) == 1
-                    second.set()
-                texts.append(text)
-        assert len(texts) == 500
-
-
-async def test_a_calls_arguments_arrive_as_they_are_sampled(
-    pair: Pair, chat: ChatFormat, http: httpx.AsyncClient
-) -> None:
-    """The engine writes the end of the arguments only after the client has seen their middle."""
-    session = await opened(http)
-    engine = pair.engines[rank_of_session(session.session_id) or 0]
-    ids = [*chat.tokenizer.encode(CALL), chat.stop_token_ids[0]]
-    engine.say(ids)
-    rest = engine.hold(len(ids) - 25)
-    arguments = ""
-    async with (
-        asyncio.timeout(240),
-        http.stream(
-            "POST",
-            "/v1/chat/completions",
-            json=body(stream=True, max_tokens=200, tools=TOOLS),
-            headers={"Authorization": f"Bearer {session.api_key}"},
-        ) as response,
-    ):
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                arguments += argument_of(json.loads(line[6:]))
-            if "long" in arguments and not rest.is_set():
-                assert len(engine.running) == 1
-                rest.set()
-    assert json.loads(arguments) == json.loads(ARGUMENTS)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_its_generation(
-    pair: Pair, client: RLClient, stream: bool
-) -> None:
-    session = await client.start_session()
-    engine = pair.engines[rank_of_session(session.session_id) or 0]
-    engine.hold(2)
-    async with httpx.AsyncClient(base_url=pair.url) as http:
-        headers = {"Authorization": f"Bearer {session.api_key}"}
-        work = asyncio.create_task(
-            http.post("/v1/chat/completions", json=body(stream=stream), headers=headers)
-        )
-        await until(lambda: engine.running, "the engine samples")
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
-    await until(lambda: not engine.running, "the generation ends")
-    assert engine.aborted or engine.cancelled
 
 
 async def test_openais_sdk_after_a_connection_that_broke(
@@ -380,25 +195,6 @@ async def test_openais_sdk_after_a_connection_that_broke(
 # -- the operator and the trainer --------------------------------------------------------------
 
 
-async def test_the_trainers_routes(pair: Pair, client: RLClient, http: httpx.AsyncClient) -> None:
-    capacity = await client.set_capacity(limit=50, ttl=60, owner="me", held=[])
-    assert capacity.limit == 100
-    await client.pause(ttl=60)
-    for engine in pair.engines:
-        engine.weight_version = "3"
-    await client.publish_version(version=3, path="/somewhere", step=2)
-    await client.resume()
-    await client.set_run("training", step=2, checkpoint="/checkpoint")
-    info = await client.run_info()
-    assert (info.version, info.step, info.checkpoint) == (3, 2, "/checkpoint")
-    for proxy in pair.proxies.values():
-        assert proxy.service.run.version == 3
-        assert proxy.service.sessions.admission.limit == 50
-    for engine in pair.engines:
-        assert engine.pauses == ["abort"]
-    assert (await http.get("/rl/v1/version")).json()["ranks"].keys() == {"0", "1"}
-
-
 async def finished(client: RLClient, http: httpx.AsyncClient, **fields: Any) -> str:
     session = await opened(http, **fields)
     await call(http, session.api_key)
@@ -431,56 +227,77 @@ async def test_lease_export_and_ack_over_ranks(
     assert list(exported.json()["trajectories"]) == others
 
 
-async def test_a_poll_hears_of_what_becomes_ready(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    for _ in range(2):
-        poll = asyncio.create_task(client.lease(owner="me", wait=60))
-        session_id = await finished(client, http)
-        packed = await poll
-        assert packed is not None
-        assert [t.session_id for t in unpack_trajectories(packed)] == [session_id]
+async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:
+    async with running_pair(tmp_path, chat, "server.admin_key=operator-secret") as pair:
+        await pair.admit(10)
+        await tenants_of(pair)
 
 
-async def test_keys_and_admin_routes(start: Start) -> None:
-    pair = await start("server.admin_key=operator-secret")
-    await pair.admit(10)
-    async with (
-        RLClient(pair.url, admin_key="operator-secret", trust_env=False) as client,
-        httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http,
-    ):
-        key = (await client.start_session()).api_key
-        for bearer, status in ((None, 401), ("wrong", 401), (key, 403), ("operator-secret", 200)):
-            headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
-            for path in ("/rl/v1/capacity", "/rl/v1/sessions"):
-                assert (await http.get(path, headers=headers)).status_code == status, path
-        # Its own rank answers for its session.
-        headers = {"Authorization": f"Bearer {key}"}
-        assert "ranks" not in (await http.get("/rl/v1/run", headers=headers)).json()
-        for path in ("/rl/v1/start_session", "/v1/chat/completions"):
-            assert (await http.post(path, json={})).status_code == 401
-        await client.abort(await client.start_session())
+async def tenants_of(pair: Pair) -> None:
+    path = trial_dir(pair.config).keys
+    keys = {name: create_key(path, "tenant", tenant=name)[0] for name in ("alice", "bob")}
+    opened: dict[str, set[str]] = {}
+    for name, key in keys.items():
+        opened[name] = {await session_of(pair, key) for _ in range(4)}
+        assert {rank_of_session(id) for id in opened[name]} == {0, 1}
+        async with RLClient(pair.url, admin_key=key, trust_env=False) as client:
+            with pytest.raises(Forbidden):
+                await client.get_capacity()
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
+        for name, key in {**keys, "": "operator-secret"}.items():
+            answer = await http.get("/rl/v1/sessions", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            seen = {session["session_id"] for session in answer.json()}
+            assert seen == (opened[name] if name else opened["alice"] | opened["bob"])
+    async with RLClient(pair.url, admin_key=keys["bob"], trust_env=False) as client:
+        for id in opened["alice"]:
+            with pytest.raises(NotFound):
+                await client.session_info(id)
 
 
-async def test_a_body_names_a_session(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    for _ in range(2):
-        session = await opened(http)
-        await call(http, session.api_key)
-        names = {"session_id": session.session_id}
-        assert (await http.post("/rl/v1/set_reward", json=names | {"reward": 1})).status_code == 200
-        assert (await http.post("/rl/v1/finalize", json=names)).json()["state"] == "finalized"
-        assert (await client.finalize(session.api_key)).state == "finalized"
-        with pytest.raises(Conflict):
-            await client.finalize(session.api_key, 1.0)
-        info = (await http.get(f"/rl/v1/sessions/{session.session_id}")).json()
-        assert info["session_id"] == session.session_id
+async def session_of(pair: Pair, key: str) -> str:
+    """A new session, opened without an idempotency key, which would choose its rank."""
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
+        answer = await http.post("/rl/v1/start_session", json={}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["session_id"])
 
 
-async def test_paths_that_no_part_has(http: httpx.AsyncClient) -> None:
-    for path in ("/settings", "/debug/memory", "/nothing", "/v1/nothing"):
-        response = await http.get(path)
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "not_found"
-    assert (await http.get("/openapi.json")).json()["info"]["title"] == "any-agent"
+async def judged(client: RLClient, pair: Pair) -> SessionStarted:
+    """A session with one call that awaits its reward, kept alive on the way."""
+    session = await client.start_session()
+    assert (await client.heartbeat(session)).session_id == session.session_id
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http:
+        response = await http.post(
+            "/v1/chat/completions",
+            json={"model": "m", "messages": HELLO, "max_tokens": 4},
+            headers={"authorization": f"Bearer {session.api_key}"},
+        )
+    assert response.status_code == 200, response.text
+    await client.finalize(session.api_key, await_reward=True)
+    await client.set_reward(session.api_key, {"correct": 1})
+    assert (await client.finalize(session.api_key)).state == "finalized"
+    return session
+
+
+async def test_every_rank_does_its_own(pair: Pair) -> None:
+    async with RLClient(pair.url, timeout=LIMIT, retry_for=5) as client:
+        sessions: list[SessionStarted] = []
+        ranks: list[int | None] = []
+        # The key of each open decides the rank, by chance.
+        while len(sessions) < 3 or (set(ranks) != {0, 1} and len(sessions) < 64):
+            sessions.append(await judged(client, pair))
+            ranks.append(rank_of_session(sessions[-1].session_id))
+        assert set(ranks) == {0, 1}
+        for session in sessions[:2]:
+            info = await client.veto_session(session.session_id, "by a test")
+            assert (info.state, info.reason) == ("rejected", "vetoed: by a test")
+        for session in sessions:
+            info = await client.delete_session(session.session_id)
+            assert (info.state, info.content) == ("rejected", "deleted")
+            details = await client.session_details(session.session_id)
+            assert [(r.name, r.value) for r in details.reward_history] == [("correct", 1)]
+    for rank, proxy in pair.proxies.items():
+        counts = proxy.service.sessions.counts
+        assert counts.now["train", SessionState.REJECTED] == ranks.count(rank)

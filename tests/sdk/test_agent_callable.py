@@ -43,32 +43,26 @@ async def named(item: Any, api_key: str, base_url: str = "") -> Any:
     return item, api_key, base_url
 
 
-@pytest.mark.parametrize(
-    ("before", "url"),
-    [
-        ({}, "http://service/sk-v1.placeholder/v1"),
-        (
-            {"OPENAI_BASE_URL": "http://old/sk-v1.placeholder/v1"},
-            "http://service/sk-v1.placeholder/v1",
-        ),
-        ({"OPENAI_BASE_URL": "http://other/v1"}, "http://other/v1"),
-        ({"OPENAI_API_KEY": "sk-proj-1"}, None),
-    ],
-)
 async def test_a_client_made_without_arguments_does_not_call_openai_unasked(
-    before: dict[str, str], url: str | None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
-        # So that it is as before at the end.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, value in before.items():
-        monkeypatch.setenv(name, value)
-
     async def called(item: Any) -> Any:
         return os.environ.get("OPENAI_BASE_URL"), os.environ["OPENAI_API_KEY"]
 
-    assert await given(called) == (url, before.get("OPENAI_API_KEY", PLACEHOLDER_KEY))
+    nobodys = "http://service/sk-v1.placeholder/v1"
+    for before, url in (
+        ({}, nobodys),
+        ({"OPENAI_BASE_URL": "http://old/sk-v1.placeholder/v1"}, nobodys),
+        ({"OPENAI_BASE_URL": "http://other/v1"}, "http://other/v1"),
+        ({"OPENAI_API_KEY": "sk-proj-1"}, None),
+    ):
+        for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+            # So that it is as before at the end.
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in before.items():
+            monkeypatch.setenv(name, value)
+        assert await given(called) == (url, before.get("OPENAI_API_KEY", PLACEHOLDER_KEY))
 
 
 async def test_an_agent_is_given_what_it_asks_for() -> None:
@@ -102,15 +96,8 @@ async def test_an_agent_is_given_what_it_asks_for() -> None:
     assert await given(f"{__name__}.named") == ("item", "k", URL)
 
 
-def test_its_name_says_what_is_called() -> None:
-    assert AgentCallable(Trained()).name == f"{__name__}.Trained.run"
-    assert AgentCallable(named).name == f"{__name__}.named"
-    assert AgentCallable(Trained()).wants_http_client and not AgentCallable(named).wants_http_client
-
-
-@pytest.mark.parametrize(
-    ("agent", "kwargs", "said"),
-    [
+def test_what_is_no_agent_is_refused() -> None:
+    refused: list[tuple[Any, dict[str, Any], str]] = [
         (7, {}, "builtins.int"),
         (SimpleNamespace(), {}, "types.SimpleNamespace"),
         (object, {}, "method run"),
@@ -121,11 +108,10 @@ def test_its_name_says_what_is_called() -> None:
         ("no_such_module.Agent", {}, "no module 'no_such_module'"),
         (f"{__name__}.Trainee", {}, f"{__name__}.Trained?"),
         (f"{__name__}:Trained", {}, f"{__name__}.Trained"),
-    ],
-)
-def test_what_is_no_agent_is_refused(agent: Any, kwargs: dict[str, Any], said: str) -> None:
-    with fails_with(ConfigError, said):
-        AgentCallable(agent, kwargs)
+    ]
+    for agent, kwargs, said in refused:
+        with fails_with(ConfigError, said):
+            AgentCallable(agent, kwargs)
 
 
 async def test_what_blocks_has_the_context_of_its_run() -> None:

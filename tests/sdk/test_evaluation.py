@@ -94,9 +94,3 @@ def test_nothing_came_of_it() -> None:
     assert found.figures([1])["reward"] is None
     assert found.table([1])[1].split() == ["reward", "-", "-", "0"]
     assert found.describe_versions() == "version unknown, as no run has ended well"
-
-
-def test_versions_in_words() -> None:
-    several = RunResults(result(0, k, 1.0, version=version) for k, version in enumerate([7, 4, 5]))
-    assert Evaluation(several, runs=3).describe_versions() == "versions 4 to 7"
-    assert Evaluation(RESULTS, runs=4).describe_versions() == "version 3"

@@ -65,43 +65,34 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
         await log.ended(DONE)
         await log.close()
         assert file.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ('{"question": "What?"}\n', "header of a run"),
-        ("hello", "no results of a runner"),
-        ("hello\n", "line 1"),
-        ("3\n", "line 1"),
-        (json.dumps(HEADER.as_dict()) + '\n{"state": "lost"}\n', "line 2"),
-        (json.dumps(HEADER.as_dict()) + "\n\n", "line 2"),
-        ('{"any_agent_run": 2}\n', "line 1"),
-        ('{"any_agent_run": 1, "speed": 2}\n', "line 1"),
-    ],
-)
-def test_a_file_that_is_no_runners_is_refused_and_left_as_it_is(
-    tmp_path: Path, content: str, named: str
-) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text(content)
-    with fails_with(ConfigError, file, named):
-        opened(file)
-    assert file.read_text() == content
-
-
-async def test_killed_while_it_wrote_its_first_line(tmp_path: Path) -> None:
-    """Nothing was run, so there is nothing to go on from."""
-    file = tmp_path / "r.jsonl"
-    await written(file)
-    whole = file.read_bytes()
-    for torn in (whole[:1], whole[:40]):
+    # Of its first line: nothing was run, so there is nothing to go on from.
+    for torn in (content[:1], content[:40]):
         file.write_bytes(torn)
         log = opened(file)
         assert log.header is None
         await log.begin(HEADER)
         await log.close()
-        assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
+        assert file.read_bytes() == content[: content.index(b"\n") + 1]
+
+
+def test_a_file_that_is_no_runners_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    file, header = tmp_path / "mine.jsonl", json.dumps(HEADER.as_dict())
+    for content, named in (
+        ('{"question": "What?"}\n', "header of a run"),
+        ("hello", "no results of a runner"),
+        ("hello\n", "line 1"),
+        ("3\n", "line 1"),
+        (f'{header}\n{{"state": "lost"}}\n', "line 2"),
+        (f"{header}\n\n", "line 2"),
+        ('{"any_agent_run": 2}\n', "line 1"),
+        ('{"any_agent_run": 1, "speed": 2}\n', "line 1"),
+    ):
+        file.write_text(content)
+        with fails_with(ConfigError, file, named):
+            opened(file)
+        assert file.read_text() == content
+    with fails_with(ConfigError, tmp_path, "Is a directory"):
+        opened(tmp_path)
 
 
 async def test_a_character_that_has_no_encoding_is_written_as_a_question_mark(
@@ -150,11 +141,6 @@ async def test_a_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
     await opened(file).close()
 
 
-def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
-    with fails_with(ConfigError, tmp_path, "Is a directory"):
-        opened(tmp_path)
-
-
 async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,11 +167,3 @@ async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
     await log.ended(DONE)
     await log.close()
     assert file.read_bytes().startswith(before)
-
-
-async def test_without_a_file_nothing_is_written() -> None:
-    log = ResultsLog(None)
-    log.open()
-    await log.begin(HEADER)
-    await log.ended(DONE)
-    await log.close()

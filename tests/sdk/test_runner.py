@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from any_agent.errors import (
     TooManyRequests,
     Unauthenticated,
 )
-from any_agent.sdk import AsyncSession, RunProgress, RunResults, Session
+from any_agent.sdk import AsyncSession, RunProgress, RunResults
+from any_agent.sdk.runner import ProgressBar, progress_callback
 from tests.support.errors import fails_with
 from tests.support.sdk.runner import ITEMS, asker, leased, places
 from tests.support.sdk_fixtures import Serve, Served
@@ -65,47 +66,6 @@ async def test_each_item_is_a_group_of_runs(served: Served, tmp_path: Path) -> N
     assert (lines[0]["any_agent_run"], lines[0]["run"]) == (1, results.run)
     assert sum("state" in line for line in lines) == 12
     assert served.tenant_key not in file.read_text()
-
-
-async def test_functions_classes_and_objects_are_agents(served: Served) -> None:
-    """Functions, classes and objects; coroutines and what blocks; with a session or without."""
-    url = f"{served.url}/v1"
-
-    async def with_session(item: dict[str, Any], session: AsyncSession) -> None:
-        async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.api_key}"}) as h:
-            await h.post(f"{session.base_url}/chat/completions", json=_body(item))
-        await session.set_reward({"good": 1.0, "short": 0.5})
-
-    async def by_id(item: dict[str, Any], *, session: AsyncSession) -> dict[str, float]:
-        async with httpx.AsyncClient() as http:
-            answer = await http.post(f"{url}/chat/completions", json=_body(item))
-        return {answer.json()["id"]: 1.5}
-
-    def blocking(item: dict[str, Any]) -> float:
-        assert threading.current_thread() is not threading.main_thread()
-        httpx.post(f"{url}/chat/completions", json=_body(item)).raise_for_status()
-        return 1.5
-
-    def blocking_with_session(item: dict[str, Any], session: Session) -> None:
-        httpx.post(f"{url}/chat/completions", json=_body(item)).raise_for_status()
-        session.set_final_reward(1.5)
-
-    class AsInTraining:
-        def __init__(self, reward: float = 1.5) -> None:
-            self.reward = reward
-
-        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-            http = extra_kwargs["http_client"]
-            headers = {"authorization": f"Bearer {extra_kwargs['api_key']}"}
-            where = f"{extra_kwargs['base_url']}/chat/completions"
-            (await http.post(where, json=_body(data), headers=headers)).raise_for_status()
-            return self.reward
-
-    agents = (with_session, by_id, blocking, blocking_with_session, AsInTraining)
-    for agent in (*agents, AsInTraining(1.5)):
-        results = await runner().arun(agent, ITEMS[:1])
-        assert [result.reward for result in results] == [1.5, 1.5], (agent, results)
-    assert len(await leased(served.proxy)) == 12
 
 
 ENDS = {
@@ -186,22 +146,6 @@ async def test_a_failed_run_leaves_its_place_to_the_next_attempt(served: Served)
     assert (await served.proxy.capacity())["reserved"] == 0
 
 
-async def test_a_failed_run_gives_its_place_up_at_last(served: Served) -> None:
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-            await one.ask(item)
-            info = await session.info()
-            if item["question"] == "Say 1." and info.interactions and one.asked["Say 1."] % 3 == 1:
-                raise OSError("the tool is away")
-            return 1.0
-
-        results = await runner(group_size=3, retries=0).arun(agent, ITEMS[:2])
-    assert [result.ok for result in results] == [True] * 3 + [False, True, True]
-    trained = places(await leased(served.proxy))
-    assert sorted(map(len, trained.values())) == [2, 3]
-
-
 async def test_stop_at_the_first_failure(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     async with asker() as one:
@@ -250,49 +194,6 @@ async def test_a_missing_reward_is_a_given_one_or_awaited(served: Served) -> Non
     assert len(await leased(served.proxy)) == 2
 
 
-async def test_an_agent_may_end_its_session_itself(served: Served) -> None:
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any], session: AsyncSession) -> None:
-            await one.ask(item)
-            if item["question"] == "Say 0.":
-                await session.finalize(0.5)
-            elif item["question"] == "Say 1.":
-                await session.abort("not worth it")
-            else:
-                # As an agent that knows nothing of the SDK does.
-                async with httpx.AsyncClient() as http:
-                    answer = await http.post(
-                        f"{served.url}/rl/v1/finalize", json={"final_reward": 2}
-                    )
-                    answer.raise_for_status()
-
-        results = await runner(group_size=1).arun(agent, ITEMS[:3])
-    assert [(r.ok, r.reward, r.attempts) for r in results] == [
-        (True, 0.5, 1),
-        (False, None, 1),
-        (True, 2.0, 1),
-    ]
-    assert "not worth it" in str(results[1].error)
-
-
-async def test_a_session_within_a_run_is_another_one(served: Served) -> None:
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-            await one.ask(item)
-            async with AgentSession(mode="eval") as inner:
-                await one.ask(item)
-                assert inner.session_id != session.session_id
-                assert (await inner.info()).interactions == 1
-            await one.ask(item)
-            return 1.0
-
-        results = await runner().arun(agent, ITEMS[:1])
-    assert not results.failed
-    assert [len(one.interactions) for one in await leased(served.proxy)] == [2, 2]
-
-
 async def test_evaluations_need_no_slot_and_are_pinned(serve: Serve) -> None:
     """They need no slot, belong to no group, and are pinned."""
     served = await serve(slots=0)
@@ -309,24 +210,6 @@ async def test_evaluations_need_no_slot_and_are_pinned(serve: Serve) -> None:
         *[("failed", None, "no_reward", None)] * 2,
     ]
     assert results[0].version == 0
-
-
-async def test_runs_wait_for_slots(serve: Serve) -> None:
-    served = await serve(slots=2)
-    most = at_once = 0
-
-    async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-        nonlocal most, at_once
-        at_once += 1
-        most = max(most, at_once)
-        await served.proxy.complete(session.api_key)
-        at_once -= 1
-        await served.proxy.admit(100)
-        return 1.0
-
-    settings = {"url": served.url, "api_key": served.tenant_key}
-    results = await runner(**settings, concurrency=8).arun(agent, ITEMS)
-    assert len(results) == 8 and not results.failed and most >= 2
 
 
 async def test_no_slot_for_too_long_ends_the_run(serve: Serve) -> None:
@@ -365,23 +248,6 @@ async def test_training_that_has_finished_ends_the_run(
     assert one.asked.total() == 2
 
 
-async def test_what_is_complete_needs_no_training(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"results": tmp_path / "r.jsonl"}
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any]) -> float:
-            await one.ask(item)
-            return 0.5
-
-        done = await runner(**settings).arun(agent, ITEMS[:1])
-        await served.proxy.client.set_run("finished", step=1, checkpoint=None)
-        again = await runner(**settings).arun(agent, ITEMS[:1])
-    assert again == done and len(again) == 2
-    assert again.stopped is None and capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("state", ["finished", "serving"])
 async def test_a_service_that_trains_no_more_is_named_to_a_training_run(
     served: Served, state: Any
@@ -394,37 +260,17 @@ async def test_a_service_that_trains_no_more_is_named_to_a_training_run(
         pass
 
 
-async def test_a_key_that_is_refused_is_named(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-secret")
-    with fails_with(Unauthenticated, "key of OPENAI_API_KEY", "tenant") as refused:
-        await runner().arun(lambda item: 1.0, ITEMS)
-    assert "secret" not in str(refused.value)
-    monkeypatch.delenv("OPENAI_API_KEY")
-    with fails_with(Unauthenticated, "ANY_AGENT_API_KEY", "OPENAI_API_KEY"):
-        await runner().arun(lambda item: 1.0, ITEMS)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"concurrency": 0}, "concurrency"),
-        ({"group_size": 0}, "group_size"),
-        ({"epochs": 0}, "epochs"),
-        ({"retries": -1}, "retries"),
-        ({"timeout": 0}, "timeout"),
-        ({"max_failures": 0}, "max_failures"),
-        ({"on_failure": "shrug"}, "on_failure"),
-        ({"mode": "test"}, "mode"),
-        ({"missing_reward": "zero"}, "missing_reward"),
-        ({"api_key": "sk-v1.0.a.b"}, "one session"),
-        ({"url": "localhost:8000"}, "localhost:8000"),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    with fails_with(ConfigError, named):
-        AgentRunner(**{"url": "http://127.0.0.1:9", **settings})
+def test_wrong_settings_are_refused_by_name() -> None:
+    wrong: dict[str, Any] = {"concurrency": 0, "group_size": 0, "epochs": 0, "retries": -1}
+    wrong |= {"timeout": 0, "max_failures": 0, "on_failure": "shrug", "mode": "test"}
+    wrong |= {"missing_reward": "zero"}
+    for name, value in wrong.items():
+        with fails_with(ConfigError, name):
+            AgentRunner(**{"url": "http://127.0.0.1:9", name: value})
+    with fails_with(ConfigError, "one session"):
+        AgentRunner(url="http://127.0.0.1:9", api_key="sk-v1.0.a.b")
+    with fails_with(ConfigError, "localhost:8000"):
+        AgentRunner(url="localhost:8000")
 
 
 async def test_datasets_without_items_are_refused(served: Served, tmp_path: Path) -> None:
@@ -462,3 +308,44 @@ async def _never(item: dict[str, Any]) -> float:
 def _body(item: dict[str, Any]) -> dict[str, Any]:
     messages = [{"role": "user", "content": item["question"]}]
     return {"model": "gpt-4o", "messages": messages, "max_tokens": 4}
+
+
+def test_a_bar_is_one_line_that_is_drawn_over() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    state = RunProgress(total=4)
+    bar(state)
+    state.done, state.running, state.rewarded, state.rewards = 4, 2, 3, 1.5
+    state.failed = 1
+    bar(state)
+    bar.end()
+    bar.end()
+    first, second, third = stream.getvalue().split("\r")
+    assert first == ""
+    assert second.startswith("." * 24 + " 0/4 runs | 0 running | ")
+    assert third.startswith("#" * 24 + " 4/4 runs | 2 running | ")
+    assert third.endswith("/s | 1 failed | mean reward 0.500\n")
+
+
+def test_it_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    state = RunProgress(total=1000)
+    for done in range(100):
+        state.done, now = done, done * 0.01
+        bar(state)
+    assert stream.getvalue().count("\r") == 5
+
+
+def test_who_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[RunProgress] = []
+    state = RunProgress(total=1)
+    progress_callback(told.append)(state)
+    assert told == [state]
+    assert isinstance(progress_callback(True), ProgressBar)
+    progress_callback(False)(state)
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        assert isinstance(progress_callback(None), ProgressBar) is terminal

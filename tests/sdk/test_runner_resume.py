@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from itertools import chain
 from pathlib import Path
@@ -140,36 +138,6 @@ async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_
     assert len(await leased(served.proxy)) == 2
 
 
-async def test_a_run_that_was_cancelled_in_the_middle_goes_on(
-    served: Served, tmp_path: Path
-) -> None:
-    file = tmp_path / "r.jsonl"
-    hold, held = True, 0
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-            nonlocal held
-            await one.ask(item)
-            if hold and item["question"] != "Say 0.":
-                held += 1
-                await asyncio.sleep(60)
-            return 1.0
-
-        running = asyncio.create_task(runner(file).arun(agent, ITEMS[:3]))
-        await until(lambda: held == 4 and results_in(file) == 2)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert results_in(file) == 2
-        now = await served.proxy.capacity()
-        assert (now["running"], now["reserved"], now["buffered"]) == (0, 4, 2)
-        hold = False
-        results = await runner(file).arun(agent, ITEMS[:3])
-    assert sorted(result.attempts for result in results) == [1, 1, 2, 2, 2, 2]
-    trained = places(await leased(served.proxy))
-    assert [len(set(members)) for members in trained.values()] == [2, 2, 2]
-
-
 async def test_runs_whose_group_went_on_without_them_make_another(
     served: Served, tmp_path: Path
 ) -> None:
@@ -228,35 +196,3 @@ async def test_another_runs_file_is_refused(served: Served, tmp_path: Path) -> N
     # More epochs of the same are the same run.
     results = await runner(file, epochs=2).arun(agent, ITEMS[:2])
     assert len(results) == 8
-
-
-async def test_ctrl_c_ends_it_in_one_line_and_leaves_nothing_open(
-    served: Served, tmp_path: Path
-) -> None:
-    """By a terminal: one line, the exit code that shells know, and nothing left open."""
-    file, script = tmp_path / "r.jsonl", tmp_path / "script.py"
-    script.write_text(
-        "import asyncio, httpx, os\n"
-        "from any_agent import AgentRunner\n"
-        "async def agent(item, session):\n"
-        "    async with httpx.AsyncClient() as http:\n"
-        "        url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
-        "        messages = [{'role': 'user', 'content': 'Hi'}]\n"
-        "        body = {'model': 'm', 'messages': messages, 'max_tokens': 4}\n"
-        "        (await http.post(url, json=body)).raise_for_status()\n"
-        "    await asyncio.sleep(60 if item else 0)\n"
-        "    return 1.0\n"
-        f"runner = AgentRunner(group_size=1, results={str(file)!r}, progress=False)\n"
-        "runner.run(agent, range(3))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), stderr=asyncio.subprocess.PIPE, env=environment
-    )
-    await until(lambda: results_in(file) == 1 and len(lines_of(file)) == 5, "a result")
-    process.send_signal(signal.SIGINT)
-    _, said = await process.communicate()
-    assert process.returncode == -signal.SIGINT
-    assert f"stopped: 1 of 3 runs are done; {file} has them" in said.decode()
-    now = await served.proxy.capacity()
-    assert (now["running"], now["buffered"]) == (0, 1)

@@ -8,7 +8,6 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import httpx
@@ -16,9 +15,9 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from any_agent import AgentRunner, AgentSession
+from any_agent import AgentSession
 from any_agent.client import service_url
-from any_agent.client.aiohttp_transport import AiohttpTransport, Response
+from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.retry_transport import RetryTransport
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import moved, url_file
@@ -51,7 +50,7 @@ async def second() -> AsyncIterator[Server]:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Another test's service may have had the port that this test's first server gets.
-    monkeypatch.setattr(service_url, "_files", {})
+    monkeypatch.setattr(service_url, "known_files", {})
     return tmp_path / "url"
 
 
@@ -79,48 +78,43 @@ def test_what_a_file_says_is_read_anew(place: Path) -> None:
     assert find_service(f"file://localhost{place}").url == service.url
 
 
-@pytest.mark.parametrize(
-    "url", ["file:url", "file://host/shared/url", "file:///x?y", "file:///x#y"]
-)
-def test_a_file_that_is_not_named_by_its_full_path_is_refused(url: str) -> None:
-    with fails_with(ConfigError, "ANY_AGENT_URL", "file:///shared/run/url"):
-        find_service(environ={"ANY_AGENT_URL": url})
+def test_a_file_that_is_not_named_by_its_full_path_is_refused() -> None:
+    for url in ("file:url", "file://host/shared/url", "file:///x?y", "file:///x#y"):
+        with fails_with(ConfigError, "ANY_AGENT_URL", "file:///shared/run/url"):
+            find_service(environ={"ANY_AGENT_URL": url})
 
 
-@pytest.mark.parametrize("text", ["10.0.0.1:8000", "http://me:secret@host", "file:///other"])
 async def test_a_file_that_holds_no_url_is_refused_without_a_word_of_it(
-    place: Path, text: str
+    tmp_path: Path, place: Path
 ) -> None:
-    put(place, text)
-    with fails_with(ConfigError, f"the file {place}") as refused:
-        find_service(place.as_uri())
-    assert "secret" not in str(refused.value)
-    async with RLClient(place.as_uri()) as client:
-        with fails_with(ConfigError, f"the file {place}"):
-            await client.run_info()
+    for text in ("10.0.0.1:8000", "http://me:secret@host", "file:///other"):
+        put(place, text)
+        with fails_with(ConfigError, f"the file {place}") as refused:
+            find_service(place.as_uri())
+        assert "secret" not in str(refused.value)
+        async with RLClient(place.as_uri()) as client:
+            with fails_with(ConfigError, f"the file {place}"):
+                await client.run_info()
+    # Nobody waits for a pipe.
+    os.unlink(place)
+    os.mkfifo(place)
+    for nothing in (place, tmp_path):
+        assert find_service(nothing.as_uri()).url == nothing.as_uri()
 
 
-def test_a_file_that_everybody_may_write_is_refused(place: Path) -> None:
+def test_a_file_that_others_may_write_or_replace_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(place, "http://10.0.0.1:8000")
     place.chmod(0o646)
     with fails_with(ConfigError, f"write the file {place}"):
         find_service(place.as_uri())
     place.chmod(0o664)
-    assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
-
-
-def test_a_file_that_everybody_may_replace_is_refused(place: Path) -> None:
-    put(place, "http://10.0.0.1:8000")
     place.parent.chmod(0o777)
     with fails_with(ConfigError, f"the file {place}", "its folder"):
         find_service(place.as_uri())
     place.parent.chmod(0o1777)  # as /tmp
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
-
-
-def test_a_file_of_another_user_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(place, "http://10.0.0.1:8000")
-    place.parent.chmod(0o1777)
     real = os.fstat
 
     def anothers(number: int) -> os.stat_result:
@@ -131,13 +125,6 @@ def test_a_file_of_another_user_is_refused(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fstat", anothers)
     with fails_with(ConfigError, f"the file {place}", "root"):
         find_service(place.as_uri())
-
-
-def test_a_pipe_or_a_folder_holds_no_url_and_blocks_nobody(tmp_path: Path, place: Path) -> None:
-    """It holds no URL; nobody waits for a pipe."""
-    os.mkfifo(place)
-    assert find_service(place.as_uri()).url == place.as_uri()
-    assert find_service(tmp_path.as_uri()).url == tmp_path.as_uri()
 
 
 async def test_a_service_that_was_not_there_yet_is_waited_for(serve: Serve, place: Path) -> None:
@@ -156,25 +143,6 @@ async def test_a_service_that_was_not_there_yet_is_waited_for(serve: Serve, plac
     assert session.base_url == f"{served.url}/v1"
     await session.abort()
     await opening.__aexit__(None, None, None)
-
-
-async def test_a_client_of_the_rl_routes_follows_the_service(serve: Serve, place: Path) -> None:
-    """It has no connection where the service was, looks again, and finds it."""
-    served = await serve()
-    put(place, "http://127.0.0.1:9")
-
-    class Moves(AiohttpTransport):
-        async def request(self, *arguments: Any, **named: Any) -> Response:
-            try:
-                return await super().request(*arguments, **named)
-            except httpx.ConnectError:
-                put(place, served.url)
-                raise
-
-    http = Moves(timeout=60.0)
-    async with RLClient(place.as_uri(), admin_key=served.tenant_key, http=http) as client:
-        started = await client.start_session()
-        assert await served.state(started.session_id) == "open"
 
 
 @pytest.mark.parametrize("get", CLIENTS)
@@ -329,30 +297,3 @@ async def test_a_session_goes_on_where_its_service_is(served: Served, place: Pat
             await client.close()
         info = await served.info(session.session_id)
     assert (info["state"], info["interactions"]) == ("finalized", 3)
-
-
-@pytest.mark.service
-async def test_a_runner_follows(served: Served, place: Path) -> None:
-    """While its agents run, the service goes to another place: what they do after that, the rewards
-    and the ends go there."""
-    async with AsyncExitStack() as stack:
-        earlier = await stack.enter_async_context(place_of(served.url))
-        write(place, earlier)
-
-        async def agent(item: str, session: AsyncSession) -> float:
-            # Not patient, and of before.
-            async with AsyncOpenAI(
-                base_url=session.base_url, api_key=session.api_key, max_retries=0
-            ) as client:
-                await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
-                await stack.aclose()
-                later = await stack.enter_async_context(place_of(served.url))
-                write(place, later)
-                await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
-            return 1.0
-
-        runner = AgentRunner(
-            url=place.as_uri(), group_size=2, concurrency=1, progress=False, retries=0
-        )
-        results = await runner.arun(agent, ["a"])
-        assert [result.state for result in results] == ["finalized"] * 2

@@ -75,6 +75,43 @@ async def answer_empty(received: Received) -> None:
     await received.answer()
 
 
+async def die(received: Received) -> None:
+    received.die()
+
+
+async def never(received: Received) -> None:
+    """Take a request and never answer, as a stopped process does."""
+    await asyncio.Event().wait()
+
+
+def says(data: Any = None, *, status: int = 200, headers: dict[str, str] | None = None) -> Handler:
+    async def handler(received: Received) -> None:
+        await received.answer(data, status=status, headers=headers)
+
+    return handler
+
+
+def refuses(code: str, status: int, headers: dict[str, str] | None = None) -> Handler:
+    return says({"error": {"message": "no", "code": code}}, status=status, headers=headers)
+
+
+def sends(data: bytes) -> Handler:
+    async def handler(received: Received) -> None:
+        await received.send(data)
+
+    return handler
+
+
+def once_set(go: asyncio.Event) -> Handler:
+    """Answer once the event is set."""
+
+    async def handler(received: Received) -> None:
+        await go.wait()
+        await received.answer()
+
+    return handler
+
+
 class FakeRank:
     """A rank's HTTP side. ``handler`` answers; what arrived is kept."""
 
@@ -300,11 +337,13 @@ async def _beat(lab: Lab) -> None:
 
 
 @asynccontextmanager
-async def serving(config: Config, port: int = 0) -> AsyncIterator[tuple[Router, int]]:
-    """A router of the run, and its port."""
+async def serving(
+    config: Config, port: int = 0, url: str | None = None
+) -> AsyncIterator[tuple[Router, int]]:
+    """A router of the run, and its port; ``url``: where the world reaches it."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     port = listener.getsockname()[1]
-    async with running_router(config, listener, f"http://127.0.0.1:{port}") as router:
+    async with running_router(config, listener, url or f"http://127.0.0.1:{port}") as router:
         yield router, port

@@ -54,10 +54,10 @@ from any_agent.runtime.logs import set_up_logging
 
 _SUBMIT_TIMEOUT = 60.0
 _QUEUE_TIMEOUT = 30.0  # seconds until the queue must show a submitted job
-_SETTLE_SECONDS = 3.0
+SETTLE_SECONDS = 3.0
 """Seconds after which a controller that dies no longer loses a job that it has shown."""
-_POLL_INTERVAL = 2.0
-_MAX_FAILURES = 30  # failed queries of a job's state in a row that are tolerated
+POLL_INTERVAL = 2.0
+MAX_FAILURES = 30  # failed queries of a job's state in a row that are tolerated
 _ENDED_STATES = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
@@ -218,7 +218,7 @@ def submit(
         check_model(config.model.path)
     check_reference(config)
     name, run = job_name(config), trial_dir(config)
-    before = _jobs(name)
+    before = jobs_named(name)
     if going := [id for id, state in before.items() if state not in _ENDED_STATES]:
         raise StartupError(
             f"{config.experiment}/{config.trial} has a job already: {going[0]}; scancel it, or "
@@ -236,10 +236,10 @@ def submit(
     say(f"job       {found}: {name}, {config.cluster.nodes} nodes")
     say(f"log       {run.logs / f'job-{found}.log'}")
     say(f"url       will be in {run.url}")
-    return _until_listening(name, found, run.logs / f"job-{found}.log", say) if wait else 0
+    return until_listening(name, found, run.logs / f"job-{found}.log", say) if wait else 0
 
 
-def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None]) -> int:
+def until_listening(name: str, job: str, log: Path, say: Callable[[str], None]) -> int:
     """Print the line of the job's log that names its service's URL.
 
     Raises StartupError if the job ends without one, or Slurm does not answer for a while.
@@ -249,18 +249,18 @@ def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None])
     try:
         while True:
             try:
-                state, failures = _jobs(name).get(job, "GONE"), 0
+                state, failures = jobs_named(name).get(job, "GONE"), 0
             except StartupError:
                 # A controller that restarts answers in a moment.
                 state, failures = "", failures + 1
-                if failures > _MAX_FAILURES:
+                if failures > MAX_FAILURES:
                     raise
             if line := next((line for line in lines.new_lines() if LISTENING in line), None):
                 say(line)
                 return 0
             if state == "GONE" or state in _ENDED_STATES:
                 raise StartupError(f"job {job} has ended ({state.lower()}): read {log}")
-            time.sleep(_POLL_INTERVAL)
+            time.sleep(POLL_INTERVAL)
     except KeyboardInterrupt:
         say(f"job       {job} goes on; scancel {job} ends it")
         return 0
@@ -283,20 +283,20 @@ def _find_new_job(name: str, before: Container[str]) -> str | None:
     shown_at = None
     while time.monotonic() < deadline:
         try:
-            jobs = [id for id in _jobs(name) if id not in before]
+            jobs = [id for id in jobs_named(name) if id not in before]
         except StartupError:
             jobs = []  # A controller that restarts answers in a moment.
         if not jobs:
             shown_at = None
         elif shown_at is None:
             shown_at = time.monotonic()
-        elif time.monotonic() - shown_at >= _SETTLE_SECONDS:
+        elif time.monotonic() - shown_at >= SETTLE_SECONDS:
             return jobs[0]
         time.sleep(0.5)
     return None
 
 
-def _jobs(name: str) -> dict[str, str]:
+def jobs_named(name: str) -> dict[str, str]:
     """Return the states of this user's jobs of that name by id, recently ended ones included."""
     queue = ["squeue", "--me", "--noheader", "--states=all", "--format=%i %T"]
     lines = run_slurm([*queue, f"--name={name}"]).splitlines()

@@ -163,7 +163,7 @@ class HeadNode(Node):
             role = self._roles[name]
             self._starts[name] += 1
             return Command(
-                [*self._worker(role), "--start", self._start_of(name)],
+                [*self.worker_command(role), "--start", self._start_of(name)],
                 # srun passes these on, while at SIGTERM it kills what it started.
                 drain=signal.SIGUSR1,
                 quick=signal.SIGUSR2,
@@ -183,7 +183,7 @@ class HeadNode(Node):
             timeout=self.config.cluster.start_timeout,
         )
 
-    def _worker(self, role: Role) -> Sequence[str]:
+    def worker_command(self, role: Role) -> Sequence[str]:
         arguments = ["any_agent.launcher.slurm.worker_node", "--config", str(self.dir.resolved)]
         arguments += ["--token", self._token, "--public-url", self.url]
         return [*arguments, "--role", json.dumps(asdict(role))]

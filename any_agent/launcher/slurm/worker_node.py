@@ -44,7 +44,7 @@ from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
 _PREDECESSOR_TIMEOUT = 30.0  # seconds for the processes of an earlier start of this node to end
-_HEAD_TIMEOUT = 60.0
+HEAD_TIMEOUT = 60.0
 """Seconds without a sign of the router, which its node starts again within a few when it fails."""
 _POLL_INTERVAL = 0.1
 _SIGNALLED = 128 + signal.SIGTERM  # the exit code after a signal
@@ -96,8 +96,8 @@ class WorkerNode(Node):
         stamp = read_stamp(self.dir.registry, "router")
         if stamp is None or stamp != self._router:
             self._router, self._router_at = stamp, time.monotonic()
-        elif time.monotonic() - self._router_at > _HEAD_TIMEOUT:
-            why = f"the job's first node has been silent for {_HEAD_TIMEOUT:g} s: this one ends"
+        elif time.monotonic() - self._router_at > HEAD_TIMEOUT:
+            why = f"the job's first node has been silent for {HEAD_TIMEOUT:g} s: this one ends"
             if self.config.cluster.requeue and (job := os.environ.get("SLURM_JOB_ID")):
                 why += ", and the job is queued again"
                 # Another node may have done so.
@@ -107,7 +107,7 @@ class WorkerNode(Node):
 
 
 def main() -> int:
-    args = _arguments()
+    args = worker_arguments()
     signal.signal(signal.SIGUSR2, _at_once)
     try:
         return guarded(lambda: _run(args))
@@ -123,7 +123,7 @@ def _at_once(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _arguments() -> argparse.Namespace:
+def worker_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m any_agent.launcher.slurm.worker_node")
     add = parser.add_argument
     add("--config", required=True, type=Path, help="the run's resolved YAML")

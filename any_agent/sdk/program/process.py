@@ -23,7 +23,7 @@ from any_agent.runtime.atomic_files import owner_only
 from any_agent.runtime.signals import die_with_parent
 
 _POLL_INTERVAL = 0.05
-_TERM_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
+TERM_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
 _REAP_TIMEOUT = 5.0
 _MAX_SWEEPS = 10
 _ECHO_BYTES = 65_536
@@ -129,7 +129,7 @@ async def _wait_for_end(
 async def _terminate(child: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM, and wait a bounded time for the end."""
     _signal_group(child.pid, signal.SIGTERM)
-    left = _TERM_TIMEOUT
+    left = TERM_TIMEOUT
     while not _has_ended(child) and left > 0:
         await asyncio.sleep(_POLL_INTERVAL)
         left -= _POLL_INTERVAL

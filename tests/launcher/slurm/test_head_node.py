@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -83,19 +84,30 @@ def test_worker_nodes_read_the_roles_of_the_plan(
     job = replace(JOB, nodes=("n1", "n2", "n3", "n4"))
     node = HeadNode(config, job, lambda _: None)
     for role in plan(config, job.nodes, job.gpus)[1:]:
-        command = node._worker(role)
+        command = node.worker_command(role)
         assert "a-secret-key" not in " ".join(command)
         monkeypatch.setattr(sys, "argv", [*command, "--start", "s-1"])
-        assert worker_node._arguments().role == role
+        assert worker_node.worker_arguments().role == role
 
 
-def test_a_job_that_had_begun_is_queued_again(
+def test_a_job_that_had_begun_is_queued_again_and_goes_on_on_any_node(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """This one's address is for this start alone, and a port that nobody asked for is no matter."""
     warned_when_up(monkeypatch, first=lambda: None)
-    assert run(lab, settings(lab)) == 0
+    config = settings(lab, "server.port=8000")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ConfigError):  # taken already
+            stack.enter_context(reserve(ADDRESS, 8000)).listen()
+        assert run(lab, config) == 0
     assert programs.requeued == ["7"]
-    assert lab.said[-1] == "job       7 is queued again"
+    dir = trial_dir(config)
+    url = dir.url.read_text().strip()
+    assert url.startswith(f"http://{ADDRESS}:") and not url.endswith(":8000")
+    now, kept = (yaml.safe_load(p.read_text()) for p in (dir.resolved, dir.path / "config.yaml"))
+    assert now["server"]["host"] == ADDRESS
+    assert kept["server"]["host"] == "127.0.0.1"
+    assert kept | {"server": now["server"]} == now
 
 
 @pytest.mark.parametrize("when", ["engine 0", "router"])
@@ -174,40 +186,6 @@ def test_nothing_breaks_into_the_copy_of_the_journals(
     assert programs.requeued == ["7"]
 
 
-def test_the_trial_goes_on_on_any_node(
-    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This one's address is for this start alone."""
-    warned_when_up(monkeypatch, first=lambda: None)
-    config = settings(lab)
-    assert run(lab, config) == 0
-    dir = trial_dir(config)
-    now, kept = (yaml.safe_load(p.read_text()) for p in (dir.resolved, dir.path / "config.yaml"))
-    assert now["server"]["host"] == ADDRESS
-    assert kept["server"]["host"] == "127.0.0.1"
-    assert kept | {"server": now["server"]} == now
-
-
-def test_a_port_that_nobody_asked_for_is_no_reason_to_end(
-    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warned_when_up(monkeypatch, first=lambda: None)
-    config = settings(lab, "server.port=8000")
-    try:
-        taken = reserve(ADDRESS, 8000)
-    except Exception:
-        taken = None  # by somebody else
-    try:
-        if taken is not None:
-            taken.listen()
-        assert run(lab, config) == 0
-    finally:
-        if taken is not None:
-            taken.close()
-    url = trial_dir(config).url.read_text().strip()
-    assert url.startswith(f"http://{ADDRESS}:") and not url.endswith(":8000")
-
-
 # -- lost nodes ------------------------------------------------------------------------------------
 
 LOGGED = ("server.journal=redis://:a-secret-password@127.0.0.1:1/0", "cluster.lost_after=5")
@@ -234,7 +212,6 @@ def serves_on(where: str, *names: str, node: HeadNode, programs: Programs) -> Ca
 
 
 @pytest.mark.parametrize("mood", ["lost", "hangs"])
-@pytest.mark.service
 def test_another_node_carries_on_the_ranks_of_a_lost_one(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch, mood: str
 ) -> None:
@@ -278,7 +255,7 @@ def test_what_another_node_could_not_mend_ends_the_job(
     mood: str,
     more: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(component, "_MAX_RESTARTS", 2)
+    monkeypatch.setattr(component, "MAX_RESTARTS", 2)
     with (
         several(lab, *more) as node,
         fails_with(StartupError, "node 1 ", "ended 3 times") as raised,
@@ -290,7 +267,6 @@ def test_what_another_node_could_not_mend_ends_the_job(
 
 
 @pytest.mark.parametrize("again", [True, False])
-@pytest.mark.service
 def test_a_job_that_no_other_node_can_carry_on_is_queued_again(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
@@ -317,9 +293,3 @@ def test_a_job_that_no_other_node_can_carry_on_is_queued_again(
         with pytest.raises(NodeLost):
             run_job(config, job, stay=True, say=said)
     assert programs.requeued == ["7"] * again
-
-
-def test_a_job_cannot_have_two_redis(lab: Lab, programs: Programs) -> None:
-    config = settings(lab, *LOGGED, "cluster.redis=true")
-    with fails_with(ConfigError, "cluster.redis", "server.journal"):
-        HeadNode(config, JOB, lab.said.append)

@@ -33,11 +33,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return answer
 
 
-def test_without_a_jobs_variables_there_is_no_job() -> None:
-    assert current_job({}) is None
-
-
 def test_a_job_as_its_variables_tell_it(scontrol: Path) -> None:
+    assert current_job({}) is None
     scontrol.write_text("n1\nn2\n")
     told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     assert current_job(told) == SlurmJob("7", ("n1", "n2"), 0, 0)
@@ -57,35 +54,17 @@ def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.Mon
             call()
 
 
-def test_a_program_that_fails_is_told_with_its_words(scontrol: Path, tmp_path: Path) -> None:
-    scontrol.write_text("Unable to contact slurm controller")
-    (tmp_path / "fails").touch()
-    with fails_with(StartupError, "scontrol show node", "Unable to contact"):
-        run_slurm(["scontrol", "show", "node", "n1"])
-
-
-@pytest.mark.parametrize(
-    ("told", "found"),
-    [
+def test_a_nodes_address_is_what_slurm_tells_unless_it_is_public(scontrol: Path) -> None:
+    for told, found in (
         ("NodeName=n1 NodeAddr=127.0.0.2 NodeHostName=x", "127.0.0.2"),
         ("NodeName=n1 NodeAddr=10.1.2.3", "10.1.2.3"),
-    ],
-)
-def test_a_nodes_address_is_what_slurm_tells(scontrol: Path, told: str, found: str) -> None:
-    scontrol.write_text(f"{told}\n")
-    assert node_address("n1", None) == found
-
-
-def test_a_public_and_an_unknown_address_are_refused(scontrol: Path) -> None:
-    scontrol.write_text("NodeName=n1 NodeAddr=8.8.8.8\n")
-    with fails_with(ConfigError, "n1 ", "8.8.8.8", "cluster.network"):
-        node_address("n1", None)
-    scontrol.write_text("NodeName=n1 NodeAddr=no-such-host.invalid\n")
-    with fails_with(ConfigError, "no-such-host.invalid", "n1", "cluster.network"):
-        node_address("n1", None)
-
-
-def test_an_address_is_chosen_in_the_named_network() -> None:
+    ):
+        scontrol.write_text(f"{told}\n")
+        assert node_address("n1", None) == found
+    for address in ("8.8.8.8", "no-such-host.invalid"):
+        scontrol.write_text(f"NodeName=n1 NodeAddr={address}\n")
+        with fails_with(ConfigError, "n1", address, "cluster.network"):
+            node_address("n1", None)
     assert node_address("n1", "127.0.0.0/8") == "127.0.0.1"
     with fails_with(ConfigError, "n1 ", "cluster.network=10.255.255.0/30"):
         node_address("n1", "10.255.255.0/30")
@@ -103,9 +82,9 @@ def test_a_folder_that_not_all_nodes_share_is_refused(tmp_path: Path) -> None:
         require_shared(run, token, "n2", patience=0)
 
 
-def test_a_job_is_queued_again_by_its_number(scontrol: Path, tmp_path: Path) -> None:
-    scontrol.write_text("")
+def test_a_program_that_fails_is_told_with_its_words(scontrol: Path, tmp_path: Path) -> None:
+    scontrol.write_text("Unable to contact slurm controller")
     jobs.requeue("7")
     (tmp_path / "fails").touch()
-    with fails_with(StartupError, "scontrol requeue 7"):
+    with fails_with(StartupError, "scontrol requeue 7", "Unable to contact"):
         jobs.requeue("7")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from any_agent.errors import StartupError
 from any_agent.launcher.slurm import __main__ as command
 from any_agent.launcher.slurm.__main__ import script
+from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
 from tests.support.errors import fails_with
 from tests.support.launcher.slurm_programs import Programs
@@ -31,7 +32,7 @@ def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> 
     """Submit with these arguments, of a run with an admin key; the exit code."""
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", KEY)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(command, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(command, "SETTLE_SECONDS", 0.0)
     settings = lab.home / "my.yaml"
     settings.write_text(f"root: {lab.home / 'runs'}\nmodel: {{path: {lab.home / 'model'}}}\n")
 
@@ -42,43 +43,37 @@ def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def the_run(lab: Lab, *settings: str) -> RunDir:
-    from any_agent.launcher.trial import trial_dir
-
-    return trial_dir(lab.config(*settings))
+def the_run(lab: Lab) -> RunDir:
+    return trial_dir(lab.config())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_settings_stand_where_one_likes(submitted: Submit, lab: Lab, programs: Programs) -> None:
+    for arguments in (
         ("any_agent_grpo.py", "--config", "MY", "train.lr=1e-5"),
         ("any_agent_grpo.py", "train.lr=1e-5", "--config", "MY", "--stay"),
         ("--config", "MY", "any_agent_grpo.py", "--stay", "train.lr=1e-5"),
-    ],
-)
-def test_settings_stand_where_one_likes(
-    submitted: Submit, programs: Programs, arguments: tuple[str, ...]
-) -> None:
-    assert submitted(*arguments) == 0
-    last = programs.submitted.splitlines()[-1]
-    assert last.startswith("exec ") and "train.lr=1e-5" in last
+    ):
+        assert submitted(*arguments) == 0
+        last = programs.submitted.splitlines()[-1]
+        assert last.startswith("exec ") and "train.lr=1e-5" in last
+        (path,) = the_run(lab).path.rglob("job.sbatch")
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, "it is for its owner alone"
+        programs.end_jobs()
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable"),
-    [
-        (f"server.admin_key={KEY}", "ANY_AGENT_SERVER__ADMIN_KEY"),
-        (f"+server.admin_key={KEY}", "ANY_AGENT_SERVER__ADMIN_KEY"),
-        (f"server={{admin_key: {KEY}}}", "ANY_AGENT_SERVER__ADMIN_KEY"),
-        (f"engine.key={KEY}", "ANY_AGENT_ENGINE__KEY"),
-        (f"++engine.key ={KEY}", "ANY_AGENT_ENGINE__KEY"),
-    ],
-)
 def test_a_key_is_refused_as_an_argument(
-    argument: str, variable: str, submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
+    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submitted("any_agent_grpo.py", "--config", "MY", argument) == 2
-    assert f"set {variable} instead" in capsys.readouterr().err
+    admin, engine = "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_ENGINE__KEY"
+    for argument, variable in (
+        (f"server.admin_key={KEY}", admin),
+        (f"+server.admin_key={KEY}", admin),
+        (f"server={{admin_key: {KEY}}}", admin),
+        (f"engine.key={KEY}", engine),
+        (f"++engine.key ={KEY}", engine),
+    ):
+        assert submitted("any_agent_grpo.py", "--config", "MY", argument) == 2
+        assert f"set {variable} instead" in capsys.readouterr().err
     assert not the_run(lab).path.exists()
 
 
@@ -92,12 +87,6 @@ def test_a_model_that_is_not_there_is_not_submitted(
     assert submitted("any_agent_grpo.py", "--config", "MY", *reference) == 2
     assert "train.reference_model=" in capsys.readouterr().err
     assert not the_run(lab).path.exists()
-
-
-def test_the_script_is_for_its_owner_alone(submitted: Submit, lab: Lab) -> None:
-    assert submitted("any_agent_grpo.py", "--config", "MY") == 0
-    (path,) = the_run(lab).path.rglob("job.sbatch")
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_a_service_of_one_node_needs_a_key_as_well(
@@ -135,36 +124,24 @@ def test_the_nodes_disk_is_not_that_of_whoever_submits(submitted: Submit, lab: L
 
 
 @pytest.mark.parametrize(
-    ("told", "whole"),
+    ("setting", "whole", "goes_on"),
     [
-        ("[]", True),
-        ("[--time=2:00, --partition=gpu]", True),
-        ("[--exclusive=user]", False),
-        ("[--cpus-per-gpu=8, --mem-per-gpu=60G]", False),
-        ("[--mem=100G]", False),
-        ("[-c 16]", False),
+        ("log_level=info", True, False),
+        ("cluster.sbatch=[--time=2:00, --partition=gpu]", True, False),
+        ("cluster.sbatch=[--exclusive=user]", False, False),
+        ("cluster.sbatch=[--cpus-per-gpu=8, --mem-per-gpu=60G]", False, False),
+        ("cluster.sbatch=[--mem=100G]", False, False),
+        ("cluster.sbatch=[-c 16]", False, False),
+        ("cluster.redis=true", True, True),
+        ("server.journal=redis://host/0", True, True),
     ],
 )
-def test_a_job_has_its_nodes_alone_unless_it_is_told_how_much_of_them(
-    lab: Lab, told: str, whole: bool
-) -> None:
-    lines = script(lab.config(f"cluster.sbatch={told}"), [], lab.home / "log").splitlines()
-    assert ("#SBATCH --exclusive" in lines) == whole
-    assert ("#SBATCH --mem=0" in lines) == whole
-
-
-@pytest.mark.parametrize(
-    ("setting", "goes_on"),
-    [
-        ("log_level=info", False),
-        ("cluster.redis=true", True),
-        ("server.journal=redis://host/0", True),
-    ],
-)
-def test_a_job_that_can_replace_a_node_goes_on_without_it(
-    lab: Lab, setting: str, goes_on: bool
+def test_a_job_has_its_nodes_alone_and_goes_on_without_one_as_its_settings_say(
+    lab: Lab, setting: str, whole: bool, goes_on: bool
 ) -> None:
     lines = script(lab.config(setting), [], lab.home / "log").splitlines()
+    assert ("#SBATCH --exclusive" in lines) == whole
+    assert ("#SBATCH --mem=0" in lines) == whole
     assert ("#SBATCH --no-kill" in lines) == goes_on
 
 
@@ -191,42 +168,30 @@ def test_who_submits_is_told_where_the_service_is(
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseException]:
-    """Slurm's answers to each look for the job, one after the other."""
-    answers: list[dict[str, str] | BaseException] = []
+def test_who_waits_for_a_job_is_told_how_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[dict[str, str] | BaseException] = []
 
     def jobs(name: str) -> dict[str, str]:
-        answer = answers.pop(0)
+        answer = looks.pop(0)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    monkeypatch.setattr(command, "_jobs", jobs)
-    monkeypatch.setattr(command, "_POLL_INTERVAL", 0.0)
-    return answers
-
-
-@pytest.mark.parametrize(("last", "state"), [({"7": "FAILED"}, "failed"), ({}, "gone")])
-def test_a_job_that_ends_before_its_service_listens_is_told(
-    looks: list[Any], tmp_path: Path, last: dict[str, str], state: str
-) -> None:
-    looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
-    with fails_with(StartupError, "job 7", f"({state})", f"{tmp_path}/log"):
-        command._until_listening("name", "7", tmp_path / "log", print)
-
-
-def test_a_wait_can_be_left(
-    looks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    looks += [{"7": "PENDING"}, KeyboardInterrupt()]
-    assert command._until_listening("name", "7", tmp_path / "log", print) == 0
-    assert "goes on; scancel 7" in capsys.readouterr().out
-
-
-def test_slurm_may_be_away_for_a_moment(looks: list[Any], tmp_path: Path) -> None:
-    away = [StartupError("squeue failed")] * command._MAX_FAILURES
+    monkeypatch.setattr(command, "jobs_named", jobs)
+    monkeypatch.setattr(command, "POLL_INTERVAL", 0.0)
+    wait = partial(command.until_listening, "name", "7", tmp_path / "log", print)
+    for last, state in (({"7": "FAILED"}, "failed"), ({}, "gone")):
+        looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
+        with fails_with(StartupError, "job 7", f"({state})", f"{tmp_path}/log"):
+            wait()
+    # Slurm may be away for a moment.
+    away = [StartupError("squeue failed")] * command.MAX_FAILURES
     looks += [*away, {"7": "RUNNING"}, *away, StartupError("squeue failed for good")]
     with fails_with(StartupError, "for good"):
-        command._until_listening("name", "7", tmp_path / "log", print)
+        wait()
+    looks += [{"7": "PENDING"}, KeyboardInterrupt()]
+    assert wait() == 0
+    assert "goes on; scancel 7" in capsys.readouterr().out
     assert looks == []

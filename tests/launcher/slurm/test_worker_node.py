@@ -143,7 +143,7 @@ def test_a_node_whose_first_node_is_lost_has_the_job_queued_again(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("ANY_AGENT_SERVER__JOURNAL", "redis://127.0.0.1:1/0")
-    monkeypatch.setattr(member, "_HEAD_TIMEOUT", 2.0)
+    monkeypatch.setattr(member, "HEAD_TIMEOUT", 2.0)
     settings = yaml.safe_load(run.resolved.read_text())
     settings["cluster"]["requeue"] = again
     run.resolved.write_text(yaml.safe_dump(settings))

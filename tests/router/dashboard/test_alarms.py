@@ -32,6 +32,9 @@ def test_a_run_that_is_well_has_none() -> None:
     # Opens wait for slots all the time; it is the trainer's pace.
     assert alarms(slots={"waiting": 9}) == []
     assert alarms(parts=[Part("trainer", "starting")], slots={"waiting": 9}) == []
+    assert alarms(samples={"rank-0": disk(0, "run", "+Inf", 0)}) == []
+    archived = Samples('any_agent_archive_removed_sessions_total{limit="set"} 9')
+    assert alarms(samples={"rank-0": archived}) == []
 
 
 def test_what_concerns_training_is_no_alarm_where_nothing_is_trained() -> None:
@@ -39,6 +42,14 @@ def test_what_concerns_training_is_no_alarm_where_nothing_is_trained() -> None:
     for parts in ([], [Part("trainer", "done")]):
         assert alarms(parts=parts, steps=dull, waiting="waiting   for x") == []
     assert alarms(parts=[Part("trainer", "starting")], waiting="waiting   for x") == []
+
+
+def steps(**more: Any) -> dict[str, Any]:
+    return {"steps": Steps([STEP, STEP | more])}
+
+
+def shows(text: str) -> dict[str, Any]:
+    return {"samples": {"rank-0": Samples(text)}}
 
 
 @pytest.mark.parametrize(
@@ -50,44 +61,22 @@ def test_what_concerns_training_is_no_alarm_where_nothing_is_trained() -> None:
         ({"parts": [Part("rank-0", "stalled")]}, "bad", "no heartbeat", "load"),
         ({"parts": [Part("trainer", "away")]}, "bad", "The trainer does not", "trainer.log"),
         ({"waiting": "waiting   for x\nwaiting   y"}, "warn", "waiting: for x. y.", "agents"),
-        (
-            {"steps": Steps([STEP | {"mismatch_fresh": 0.5}])},
-            "warn",
-            "disagree about the same weights",
-            "doctor",
-        ),
+        (steps(mismatch_fresh=0.5), "warn", "disagree about the same weights", "doctor"),
         ({"steps": Steps([{"step": 7, "mismatch": 0.5}])}, "warn", "may disagree", "train.lr"),
+        (steps(left_out={"zero_variance": 24}), "warn", "24 of the last 32", "too easy"),
+        (shows("any_agent_journal_log_away 1.0"), "bad", "Redis", "server.journal"),
+        (shows('any_agent_journal_damaged_total{rank="0"} 2.0'), "warn", "2 sessions", "disk"),
         (
-            {"steps": Steps([STEP, STEP | {"left_out": {"zero_variance": 24}}])},
-            "warn",
-            "24 of the last 32",
-            "too easy or too hard",
-        ),
-        (
-            {"samples": {"rank-0": Samples("any_agent_journal_log_away 1.0")}},
-            "bad",
-            "Redis",
-            "server.journal",
-        ),
-        (
-            {"samples": {"rank-0": Samples('any_agent_journal_damaged_total{rank="0"} 2.0')}},
-            "warn",
-            "2 sessions",
-            "disk",
-        ),
-        (
-            {
-                "samples": {
-                    "rank-0": Samples('any_agent_archive_removed_sessions_total{limit="default"} 9')
-                }
-            },
+            shows('any_agent_archive_removed_sessions_total{limit="default"} 9'),
             "warn",
             "9 archived sessions",
             "sessions.archive_bytes",
         ),
     ],
 )
-def test_faults(changed: dict[str, Any], level: str, what: str, do: str) -> None:
+def test_each_fault_is_told_with_what_to_do(
+    changed: dict[str, Any], level: str, what: str, do: str
+) -> None:
     (alarm,) = alarms(**changed)
     assert alarm.level == level and what in alarm.what and do in alarm.do
 
@@ -159,12 +148,3 @@ def test_a_disk_of_journals_names_the_ranks_whose_it_is() -> None:
         }
     )
     assert "journal of rank-0 will be full in 1 minutes" in found.what
-
-
-def test_archives_at_a_limit_that_was_set_are_no_alarm() -> None:
-    found = Samples('any_agent_archive_removed_sessions_total{limit="set"} 9')
-    assert alarms(samples={"rank-0": found}) == []
-
-
-def test_a_disk_that_does_not_fill_up_is_no_alarm() -> None:
-    assert alarms(samples={"rank-0": disk(0, "run", "+Inf", 0)}) == []

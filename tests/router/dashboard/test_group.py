@@ -10,7 +10,7 @@ import pytest
 from any_agent.errors import NotFound, ServiceUnavailable
 from router.dashboard.group import MOST, read_group
 from router.dashboard.ranks import RankReader, SessionsPage, Visitor
-from tests.router.dashboard.test_trajectory import call
+from router.dashboard.trajectory import message_of, turns_of
 from tests.support.errors import fails_with
 
 ME = Visitor("", "me", None, "127.0.0.1")
@@ -83,6 +83,7 @@ async def test_a_group_without_a_difference_is_named(
     ranks = Ranks([], **{f"s{k}": (reward, 1) for k, reward in enumerate(rewards)}, z=(None, 1))
     group = await read(ranks)
     assert group.alike is alike
+    assert not (await read(Ranks([1], a=(1.0, 1), b=(1.0, 1)))).alike, "not wholly known"
     assert len(ranks.asked) == len(rewards) + 1, "a first call was read twice"
 
 
@@ -110,6 +111,61 @@ async def test_calls_of_frozen_models_are_counted_and_not_shown() -> None:
     assert [member.last and member.last.call["number"] for member in group.members] == [3, None]
 
 
-async def test_a_group_that_is_not_wholly_known_is_not_called_alike() -> None:
-    assert (await read(Ranks([], a=(1.0, 1), b=(1.0, 1)))).alike
-    assert not (await read(Ranks([1], a=(1.0, 1), b=(1.0, 1)))).alike
+def call(number: int, parent: int | None, continuation: str = "exact") -> dict[str, Any]:
+    return {
+        "id": f"c{number}",
+        "parent_id": None if parent is None else f"c{parent}",
+        "number": number,
+        "continuation": continuation,
+        "message_delta": [{"role": "user", "content": f"m{number}"}],
+        "output_message": {"role": "assistant", "content": "a"},
+    }
+
+
+def test_the_places_of_calls_in_their_tree() -> None:
+    calls = [
+        call(1, None, "root"),
+        call(2, 1),
+        call(3, 1),
+        call(4, 2, "branch"),
+        call(5, None, "root"),
+        call(6, 5),
+    ]
+    turns = turns_of(calls, [{"interaction_id": "c3", "name": "style", "value": 1.0}])
+    assert [turn.place for turn in turns] == [
+        *("first", "next", "continues", "branch", "branch", "next")
+    ]
+    assert [turn.parent for turn in turns] == [None, 1, 1, 2, None, 5]
+    assert [len(turn.rewards) for turn in turns] == [0, 0, 1, 0, 0, 0]
+    # A page begins below a call that it does not show.
+    (turn,) = turns_of([call(26, 25)], [])
+    assert (turn.place, turn.parent) == ("continues", None)
+
+
+@pytest.mark.parametrize(
+    ("message", "pieces"),
+    [
+        ({"role": "user", "content": "hi"}, [("text", "hi")]),
+        ({"role": "user", "content": None}, []),
+        ({"role": "assistant"}, []),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "image"}, 3]},
+            [("text", "a"), ("text", "b"), ("other", '{\n  "type": "image"\n}'), ("other", "3")],
+        ),
+        (
+            {"role": "assistant", "reasoning_content": "hm", "content": "so"},
+            [("reasoning", "hm"), ("text", "so")],
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            [("tool", "{}")],
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}, 7]},
+            [("tool", "{}"), ("other", "7")],
+        ),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, []),
+    ],
+)
+def test_messages_in_pieces(message: dict[str, Any], pieces: list[tuple[str, str]]) -> None:
+    assert [(piece.kind, piece.text) for piece in message_of(message).pieces] == pieces

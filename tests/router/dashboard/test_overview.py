@@ -8,44 +8,19 @@ import pytest
 
 from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
-from router.dashboard.alarms import Alarm, Part
-from router.dashboard.overview import Group, Overview, since_step, why_waiting
-from router.dashboard.scrape import Samples
-from router.dashboard.training import Steps
+from any_agent.runtime.metrics import Exposition, Metric
+from proxy_ext import metrics as rank_metrics
+from router.dashboard import scrape
+from router.dashboard.alarms import Part
+from router.dashboard.overview import Group, since_step, why_waiting
+from router.dashboard.scrape import Rates, Samples
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
 from tests.support.router import Lab, Received
+from trainer import metrics as trainer_metrics
 
 ADMIN = "admin-key-1"
 PATH = "/rl/v1/overview"
-
-
-def test_plain_data_has_the_last_step_alone() -> None:
-    steps = [{"step": n, "seconds": {"wait": 1.0, "sync": n}} for n in range(3)]
-    run = Overview(
-        parts=[Part("router", "ready"), Part("rank-0", "away")],
-        sessions={"train": {"open": 2}},
-        slots={"waiting": 0},
-        groups=[Group("g", 1, 2, 3.5)],
-        calls_rate=None,
-        tokens_rate=0.5,
-        version=3,
-        requests_running=4,
-        steps=Steps(steps),
-        since_step={"reward": 0.5, "sessions": 4, "dull": 0},
-        waiting="",
-        why="",
-        alarms=[Alarm("bad", "what", "do")],
-    )
-    plain = run.plain()
-    assert (plain["step"], plain["phases"]) == (steps[-1], {"wait": 1.0, "sync": 1.0})
-    assert "steps" not in plain
-    assert [(part["name"], part["well"]) for part in plain["parts"]] == [
-        ("router", True),
-        ("rank-0", False),
-    ]
-    assert plain["groups"] == [{"group_id": "g", "members": 1, "size": 2, "closes_in": 3.5}]
-    assert plain["alarms"] == [{"level": "bad", "what": "what", "do": "do"}]
 
 
 TRAINS = [Part("router", "ready"), Part("trainer", "ready")]
@@ -149,3 +124,38 @@ async def test_nobody_else_gets_it(start_lab: StartLab) -> None:
         return path.exists() and path.read_text().count('"route":"GET /rl/v1/overview"') >= 5
 
     await until(all_written)
+
+
+SESSIONS = Metric("any_agent_sessions", "gauge", "Sessions.", ("mode", "state"))
+OTHER = Metric("any_agent_prompt_tokens_total", "counter", "Tokens.", ("mode",))
+
+
+def test_what_an_exposition_says() -> None:
+    values = {("train", 'a "quoted" state'): 3.0, ("eval", "open"): 2.0}
+    text = Exposition("r", lambda: [(SESSIONS, values), (OTHER, {("train",): 7})], rank="0")
+    found = Samples(text.render().decode())
+    assert found.sum("sessions") == 5
+    assert found.sum("sessions", mode="eval", state="open") == 2
+    assert found.sum("prompt_tokens_total") == 0, "what no page shows is skipped"
+    assert found.sum("made_up") == 0
+    assert {labels["rank"] for labels, _ in found.each("sessions")} == {"0"}
+
+
+def test_the_names_are_those_that_the_parts_export() -> None:
+    exported = {m.name for m in (*rank_metrics.METRICS, *trainer_metrics.METRICS)}
+    wanted = scrape.WANTED.pattern.removeprefix("any_agent_(").removesuffix(")").split("|")
+    for name in wanted:
+        assert name == "slots_.*" or f"any_agent_{name}" in exported, name
+
+
+def test_rates_over_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(scrape.time, "monotonic", lambda: now)
+    rates = Rates()
+    assert rates.add({"calls": 10}) == {}
+    now += 4
+    assert rates.add({"calls": 30, "new": 5}) == {"calls": 5.0}
+    now += 4
+    assert rates.add({"calls": 2, "new": 9}) == {}, "the part has started again"
+    now += 61
+    assert rates.add({"calls": 8}) == {}, "nobody has looked for a minute"

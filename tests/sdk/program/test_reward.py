@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,25 +39,23 @@ async def reward_from(source: RewardSource, folder: Path, printed: str = "") -> 
     return await source.reward(program, {"ANY_AGENT_RUN_INDEX": "3"}, SAID)
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("1", 1.0),
-        ("checked\n  0.25 \n\n", 0.25),
-        (".5", 0.5),
-        ("-1e-3\n", -0.001),
-        ('{"correct": 1, "format": 0.2}', {"correct": 1.0, "format": 0.2}),
-    ],
-)
-def test_the_last_line_counts(tmp_path: Path, text: str, reward: object) -> None:
+def test_the_last_line_counts(tmp_path: Path) -> None:
     file = tmp_path / "reward"
-    file.write_text(text)
-    assert reward_in(file, "it") == reward
+    rewards: dict[str, Reward] = {
+        "1": 1.0,
+        "checked\n  0.25 \n\n": 0.25,
+        ".5": 0.5,
+        "-1e-3\n": -0.001,
+        '{"correct": 1, "format": 0.2}': {"correct": 1.0, "format": 0.2},
+    }
+    for text, reward in rewards.items():
+        file.write_text(text)
+        assert reward_in(file, "it") == reward
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_what_is_no_reward_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "reward"
+    for text, said in (
         ("", "it says nothing: its last line must be a number"),
         ("1\nvery good", "it says very good: that is no number"),
         ("nan", "it says nan: a reward must be a finite number"),
@@ -66,15 +65,11 @@ def test_the_last_line_counts(tmp_path: Path, text: str, reward: object) -> None
         ("[1]", "must be a number"),
         ('{"a b": 1}', "is not a valid name"),
         ("[" * 100_000, "that is no number"),
-    ],
-)
-def test_what_is_no_reward_is_said(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "reward"
-    file.write_text(text)
-    with pytest.raises(AgentFailed) as refused:
-        reward_in(file, "it")
-    assert said in refused.value.message
-    assert len(refused.value.message) < 400
+    ):
+        file.write_text(text)
+        with fails_with(AgentFailed, said) as refused:
+            reward_in(file, "it")
+        assert len(refused.value.message) < 400
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
@@ -104,23 +99,6 @@ async def test_a_command_reads_what_was_printed(tmp_path: Path) -> None:
     assert await reward_from(source, tmp_path, "one\ntwo\n") == 39.0
     source = RewardSource(command="echo said; grep -c two")
     assert await reward_from(source, tmp_path, "one\ntwo\n") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("echo fine", "the reward command says fine: that is no number"),
-        (":", "the reward command says nothing"),
-        ("echo 1; echo no judge >&2; exit 3", "ended with exit code 3: no judge"),
-        ("sleep 600", "the reward command took more than 0.5 s"),
-        ("kill -9 $$", "the reward command was killed by SIGKILL"),
-    ],
-)
-async def test_a_command_that_gives_none(tmp_path: Path, command: str, said: str) -> None:
-    source = RewardSource(command=command, limit=0.5 if "sleep" in command else 60)
-    with pytest.raises(AgentFailed) as refused:
-        await reward_from(source, tmp_path)
-    assert said in refused.value.message
 
 
 GRADER = """
@@ -166,36 +144,35 @@ async def test_a_grader_is_given_what_was_said(
     assert await reward_from(source, tmp_path) == reward
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("raises", "the grader my_graders.raises ended with exit code 1: RuntimeError: no judge"),
-        ("dies", "the grader my_graders.dies says nothing"),
-        ("hangs", "the grader my_graders.hangs took more than 3 s"),
-    ],
-)
-async def test_a_grader_that_gives_none(
-    tmp_path: Path, grader_env: dict[str, str], name: str, said: str
+async def test_a_command_or_grader_that_gives_none_is_said(
+    tmp_path: Path, grader_env: dict[str, str]
 ) -> None:
-    limit = 3 if name == "hangs" else 60
-    source = RewardSource(grader=f"my_graders.{name}", env=grader_env, limit=limit)
-    with pytest.raises(AgentFailed) as refused:
-        await reward_from(source, tmp_path)
-    assert said in refused.value.message
+    grader = "the grader my_graders."
+    refused = (
+        ({"command": "echo fine"}, "the reward command says fine: that is no number"),
+        ({"command": ":"}, "the reward command says nothing"),
+        ({"command": "echo 1; echo no judge >&2; exit 3"}, "ended with exit code 3: no judge"),
+        ({"command": "sleep 600", "limit": 0.5}, "the reward command took more than 0.5 s"),
+        ({"command": "kill -9 $$"}, "the reward command was killed by SIGKILL"),
+        ({"grader": "my_graders.raises"}, f"{grader}raises ended with exit code 1: RuntimeError"),
+        ({"grader": "my_graders.dies"}, f"{grader}dies says nothing"),
+        ({"grader": "my_graders.hangs", "limit": 3}, f"{grader}hangs took more than 3 s"),
+    )
+    for k, (source, said) in enumerate(refused):
+        options: Any = {"env": grader_env, "limit": 60} | source
+        (folder := tmp_path / str(k)).mkdir()
+        with fails_with(AgentFailed, said):
+            await reward_from(RewardSource(**options), folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+async def test_a_grader_that_is_not_there_is_refused_before_anything_runs(
+    tmp_path: Path, grader_env: dict[str, str]
+) -> None:
+    for name, said in (
         ("grader", "write it as module.function"),
         ("my_graders.missing", "AttributeError: module 'my_graders' has no attribute 'missing'"),
         ("no_such_module.grade", "No module named 'no_such_module'"),
         ("my_graders.text", "my_graders.text cannot be called"),
-    ],
-)
-async def test_a_grader_that_is_not_there(
-    tmp_path: Path, grader_env: dict[str, str], name: str, said: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        await RewardSource(grader=name, env=grader_env).check(tmp_path)
-    assert said in refused.value.message
+    ):
+        with fails_with(ConfigError, said):
+            await RewardSource(grader=name, env=grader_env).check(tmp_path)

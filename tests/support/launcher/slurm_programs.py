@@ -97,6 +97,10 @@ class Programs:
         """Set what a submitted job does, as lines of a shell; `$1` is its script."""
         (self._folder / "then").write_text(source)
 
+    def end_jobs(self) -> None:
+        """Empty the queue."""
+        (self._folder / "queue").unlink()
+
     @property
     def submitted(self) -> str:
         """The job's script."""
