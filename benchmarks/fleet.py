@@ -311,7 +311,7 @@ async def measure_storm(
     renewing.start()
     for journal in first:
         # Nothing renews its lease, or will end it.
-        journal._keeper._closed.set()  # type: ignore[attr-defined]
+        journal.keeper.closed.set()  # type: ignore[attr-defined]
         journal.stats.lost = "its machine is lost"
     shutil.rmtree(folder / "a")
     began, times, found = time.perf_counter(), [], 0

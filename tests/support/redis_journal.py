@@ -38,9 +38,9 @@ class Machine:
 
 def stop(journal: SQLiteJournal) -> None:
     """End its threads as a kill does: nothing is released."""
-    keeper: Any = journal._keeper
-    keeper._closed.set()
-    for thread in keeper._threads:
+    keeper: Any = journal.keeper
+    keeper.closed.set()
+    for thread in keeper.threads:
         thread.join()
 
 
