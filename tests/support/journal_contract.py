@@ -183,6 +183,7 @@ async def _content(journal: Journal) -> None:
         assert (row.content, row.metadata) == (content, {})
         assert await journal.interactions(id) == []
         assert len(await journal.rewards(id)) == rewards
+    assert len(await journal.interactions("s1")) == 2
     assert await journal.trim() >= 0
     await journal.retry_full()
     assert journal.size() >= 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import redis
 
 from any_agent.errors import StoreUnavailable
 from any_agent.rundir import RunDir
@@ -85,3 +88,31 @@ async def until_asked(server: RedisServer, met: Callable[[Any], Any]) -> None:
     """Ask the server by a client until it is as wanted."""
     with server.client() as client:
         await until(lambda: met(client), "what was asked of Redis")
+
+
+class Late:
+    """A script of a log that does not arrive, until :meth:`arrive`."""
+
+    def __init__(self, journal: SQLiteJournal, script: str) -> None:
+        keeper: Any = journal.keeper
+        self._client: Any = keeper.log.client
+        self._real = self._client.evalsha
+        self._sha = hashlib.sha1(script.encode()).hexdigest()
+        self._call: tuple[Any, ...] = ()
+        self._client.evalsha = self._keep
+
+    def _keep(self, sha: str, *rest: Any) -> Any:
+        if sha != self._sha:
+            return self._real(sha, *rest)
+        self._call = (sha, *rest)
+        raise redis.TimeoutError("no answer")
+
+    @property
+    def called(self) -> bool:
+        return bool(self._call)
+
+    def restore(self) -> None:
+        self._client.evalsha = self._real
+
+    def arrive(self) -> None:
+        self._real(*self._call)

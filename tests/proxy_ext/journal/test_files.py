@@ -8,6 +8,7 @@ import random
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,6 @@ from proxy_ext.journal import (
     PutSession,
     RequestMark,
     SQLiteJournal,
-    files,
-    schema,
 )
 from proxy_ext.journal.wal import UNSYNCED, has_lost_commits
 from tests.support.errors import fails_with
@@ -36,10 +35,9 @@ VERSION_1 = Path(__file__).with_name("journal_1.sql")
 
 def old_journal(path: Path) -> None:
     """A journal as version 1 wrote it, dumped from a real one."""
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.executescript(VERSION_1.read_text())
-    connection.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.executescript(VERSION_1.read_text())
 
 
 async def test_a_journal_of_version_1_is_taken_over(tmp_path: Path) -> None:
@@ -92,34 +90,30 @@ async def test_a_takeover_leaves_no_second_copy(
     """Of what may be deleted one day. Whether SQLite does so unasked depends on how it is built."""
     path = tmp_path / "rank-0.sqlite"
     old_journal(path)
-    connect = files._connect
+    connect = sqlite3.connect
 
-    def careless(path: Path) -> sqlite3.Connection:
-        connection = connect(path)
+    def careless(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*args, **options)
         connection.execute("PRAGMA secure_delete = OFF")
         return connection
 
-    monkeypatch.setattr(files, "_connect", careless)
+    monkeypatch.setattr(sqlite3, "connect", careless)
     journal = SQLiteJournal(path)
     await journal.commit(EraseContent(tuple(f"ses-0-{k}" for k in range(4))))
     await journal.close()
     assert b"message_delta" not in path.read_bytes()
 
 
-async def test_a_takeover_that_fails_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.sqlite"
     old_journal(path)
-    with monkeypatch.context() as broken:
-        half = schema._FROM_1.replace("DROP TABLE meta_1;", "DROP TABLE nothing_of_that_name;")
-        broken.setattr(schema, "_FROM_1", half)
-        with fails_with(StartupError, "nothing_of_that_name"):
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE answers (x)")
+        with fails_with(StartupError, "answers"):
             SQLiteJournal(path)
-    connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-    assert connection.execute("SELECT COUNT(*) FROM sessions").fetchone() == (4,)
-    connection.close()
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("SELECT COUNT(*) FROM sessions").fetchone() == (4,)
+        connection.execute("DROP TABLE answers")
     await SQLiteJournal(path).close()
 
 

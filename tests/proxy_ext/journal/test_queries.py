@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,8 @@ from proxy_ext.journal import (
     PutInteraction,
     PutSession,
     SessionFilter,
-    SetReward,
     SQLiteJournal,
-)
-from proxy_ext.journal import (
-    sqlite as listing,
+    sqlite,
 )
 from tests.support.journal import make_interaction, make_row
 
@@ -68,35 +64,17 @@ async def test_what_a_resume_may_want_is_kept(journal: SQLiteJournal) -> None:
     assert await ended(journal, 5, limit=2) == ["trained-1", "first"]
 
 
-async def test_what_was_archived_is_not_looked_at(tmp_path: Path) -> None:
+async def test_what_was_archived_is_not_looked_at(journal: SQLiteJournal) -> None:
     """Tombstones stay for good: however many, they are not to hold up the writes."""
-    journal = SQLiteJournal(tmp_path / "rank-0.sqlite")
-    await journal.close()
-    connection = sqlite3.connect(tmp_path / "rank-0.sqlite")
-    values = {"before": 1.0, "oldest_step": 1, "limit": 9}
-    plan = connection.execute(f"EXPLAIN QUERY PLAN {listing._ENDED}", values).fetchall()
-    connection.close()
+    connection, statements = journal.writer.connection, []
+    connection.set_trace_callback(statements.append)
+    assert await ended(journal, 1) == []
+    (query,) = (statement for statement in statements if "ended_at" in statement)
+    plan = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
     assert [row[3] for row in plan] == ["SEARCH sessions USING INDEX sessions_by_end (ended_at<?)"]
 
 
-async def test_archived_content_leaves_the_journal(journal: SQLiteJournal) -> None:
-    for id in ("a", "b"):
-        await journal.commit(
-            PutSession(make_row(id, state=SessionState.TRAINED, final_reward=1.0)),
-            PutInteraction(make_interaction(f"i-{id}", id)),
-            SetReward(id, f"i-{id}", None, 1.0, "me", 1.0, 1.0),
-        )
-    await journal.commit(ArchiveContent(("a",)))
-    row = await journal.session("a")
-    assert row is not None
-    assert (row.content, row.metadata, row.final_reward) == ("archived", {}, 1.0)
-    assert (await journal.interactions("a"), await journal.rewards("a")) == ([], [])
-    kept = await journal.session("b")
-    assert kept is not None and kept.content == "stored" and kept.metadata
-    assert len(await journal.interactions("b")) == len(await journal.rewards("b")) == 1
-
-
-async def test_its_space_is_given_back(journal: SQLiteJournal) -> None:
+async def test_the_space_of_archived_content_is_given_back(journal: SQLiteJournal) -> None:
     big = make_interaction("i", "a")
     big.output_message = {"role": "assistant", "content": "x" * 3_000_000}
     await journal.commit(PutSession(make_row("a")), PutInteraction(big))
@@ -109,7 +87,9 @@ async def test_its_space_is_given_back(journal: SQLiteJournal) -> None:
     assert journal.size() < full / 10
 
 
-async def test_pages(journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_have_every_session_once_newest_first(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for k in range(10):
         of = {"task_id": f"t{k % 2}", "group_id": f"g{k % 5}", "tenant": "x" if k % 3 else None}
         await journal.commit(PutSession(make_row(f"s{k}", **of)))
@@ -134,9 +114,7 @@ async def test_pages(journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch) ->
     first = (await journal.page(SessionFilter(), before=None, limit=1)).rows[0]
     assert (first.number, first.interactions) == (10, 1)
     # However rare the wanted ones are, one page looks at so many and no more.
-    monkeypatch.setattr(listing, "_MAX_SCANNED", 4)
+    monkeypatch.setattr(sqlite, "MAX_SCANNED", 4)
     assert await all(SessionFilter(task_id="t0"), 9) == ["s8", "s6", "s4", "s2", "s0"]
     empty = await journal.page(SessionFilter(state=SessionState.TRAINED), before=None, limit=9)
     assert (empty.rows, empty.before) == ([], 7)
-    assert await journal.number("s3") == 4
-    assert await journal.number("none") is None

@@ -24,7 +24,16 @@ from proxy_ext.journal.redis_server import LogOptions, ServerCheck
 from proxy_ext.web.quota_server import QuotaServer
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
-from tests.support.redis_journal import Machine, ids, log_key, put, stop, until_asked, until_written
+from tests.support.redis_journal import (
+    Machine,
+    elsewhere,
+    ids,
+    log_key,
+    put,
+    stop,
+    until_asked,
+    until_written,
+)
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import until
 
@@ -49,9 +58,7 @@ async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> 
         replica.go_on()
         await until_written(journal, "s2")
         await journal.close()
-    journal = Machine(tmp_path, server.url, "b").open()
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
+    assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
 
 
 async def test_a_server_at_a_socket_is_used(tmp_path: Path) -> None:
