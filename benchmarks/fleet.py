@@ -200,8 +200,8 @@ async def measure_quotas(redis_: Servers, args: argparse.Namespace) -> tuple[flo
     ]
 
     async def settled(quotas: SharedQuotas) -> None:
-        while quotas._pump is not None and not quotas._pump.done():
-            await quotas._pump
+        while quotas.pump is not None and not quotas.pump.done():
+            await quotas.pump
 
     memory, cpu = redis_.memory(), redis_.cpu()
     for quotas in ranks:

@@ -13,7 +13,7 @@ import pytest
 
 from any_agent.auth.access import signer_of
 from any_agent.auth.key_store import KeptScope, create_key, revoke_key
-from any_agent.cli.keys import run as run_keys
+from any_agent.cli.main import main
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
 from any_agent.launcher.trial import trial_dir
@@ -83,31 +83,6 @@ async def test_a_tenant_has_its_own_sessions(closed: Proxy) -> None:
     assert alice not in str(row)
 
 
-async def test_groups_of_tenants_do_not_meet(closed: Proxy) -> None:
-    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
-    for key in (alice, bob):
-        for _ in range(2):
-            await opened(closed, key, group_id="g", group_size=2)
-    for key in (alice, bob):
-        response = await asked(closed, "POST", "/rl/v1/start_session", key, {"group_id": "g"})
-        assert response.status_code == 409, "both groups are full"
-
-
-async def test_a_lane_is_its_tenants(closed: Proxy) -> None:
-    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
-    hers = await opened(closed, alice)
-    end = f"/rl/v1/sessions/{hers['session_id']}/abort"
-    assert (await asked(closed, "POST", end, alice, {})).status_code == 200
-    again = {"api_key": hers["api_key"]}
-    response = await asked(closed, "POST", "/rl/v1/start_session", bob, again)
-    assert response.status_code == 401
-    assert (await opened(closed, alice, **again))["api_key"] == hers["api_key"]
-    # The key names the lane's newest session, and with its id an earlier one.
-    path = f"/rl/v1/sessions/{hers['session_id']}"
-    response = await asked(closed, "GET", path, hers["api_key"])
-    assert (response.status_code, response.json()["state"]) == (200, "aborted")
-
-
 async def test_a_session_that_is_not_ones_own_is_not_there(closed: Proxy) -> None:
     """The answer is the same, but for the name."""
     alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
@@ -174,13 +149,11 @@ async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
 
 
 async def test_session_keys_outlive_a_rotation_unless_told_not_to(closed: Proxy) -> None:
-    from any_agent.cli.main import _parser
-
     config = closed.service.config
     where = [f"root={config.root}", f"user={config.user}"]
 
     def rotate(*arguments: str) -> None:
-        run_keys(_parser().parse_args(["keys", "rotate", *arguments, *where]))
+        assert main(["keys", "rotate", *arguments, *where]) == 0
 
     session = await closed.open()
     rotate()

@@ -36,17 +36,22 @@ async def count(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[int]:
+async def server() -> AsyncIterator[uvicorn.Server]:
     go_on.clear()
     options = uvicorn.Config(
         count, port=0, http=BoundedProtocol, lifespan="off", access_log=False, log_config=None
     )
     server = uvicorn.Server(options)
-    task = asyncio.create_task(server._serve(None))
+    task = asyncio.create_task(server.serve())
     await until(lambda: server.started)
-    yield server.servers[0].sockets[0].getsockname()[1]
+    yield server
     server.should_exit = True
     await task
+
+
+@pytest.fixture
+def port(server: uvicorn.Server) -> int:
+    return int(server.servers[0].sockets[0].getsockname()[1])
 
 
 async def exchange(port: int, *parts: bytes) -> bytes:
@@ -99,20 +104,20 @@ async def test_a_long_body_is_no_long_head(port: int) -> None:
 async def test_a_head_must_come(
     port: int, monkeypatch: pytest.MonkeyPatch, before: bytes, part: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "_HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     answer = await exchange(port, before, part)
     assert answer.count(b"200 OK") == (1 if before else 0)
 
 
 async def test_a_body_may_take_its_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     timers: dict[float, asyncio.TimerHandle | None] = {}
-    close_after = BoundedProtocol._close_after
+    close_after = BoundedProtocol.close_after
 
     def noted(connection: BoundedProtocol, seconds: float) -> None:
         close_after(connection, seconds)
-        timers[seconds] = connection._timer
+        timers[seconds] = connection.timer
 
-    monkeypatch.setattr(BoundedProtocol, "_close_after", noted)
+    monkeypatch.setattr(BoundedProtocol, "close_after", noted)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
     await until(lambda: len(timers) == 2)
@@ -132,7 +137,7 @@ async def test_what_comes_during_an_answer_does_not_end_it(
     """Such as the empty line that some clients send behind a body: no head must follow it."""
     got: list[bytes] = []
     heads: list[float] = []
-    data_received, close_after = BoundedProtocol.data_received, BoundedProtocol._close_after
+    data_received, close_after = BoundedProtocol.data_received, BoundedProtocol.close_after
 
     def received(connection: BoundedProtocol, data: bytes) -> None:
         data_received(connection, data)
@@ -143,7 +148,7 @@ async def test_what_comes_during_an_answer_does_not_end_it(
         close_after(connection, seconds)
 
     monkeypatch.setattr(BoundedProtocol, "data_received", received)
-    monkeypatch.setattr(BoundedProtocol, "_close_after", noted)
+    monkeypatch.setattr(BoundedProtocol, "close_after", noted)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(GET.replace(b"/ ", WAITS.encode() + b" ", 1))
     await until(lambda: len(got) == 1)
@@ -160,7 +165,7 @@ async def test_the_body_of_a_refused_request_has_an_end(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer may be sent already: whoever goes on sending is disconnected."""
-    monkeypatch.setattr(connections, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(BoundedProtocol, "body_seconds", 0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40000\r\n\r\n")
@@ -220,17 +225,18 @@ async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
 
 
 async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
-    port: int, monkeypatch: pytest.MonkeyPatch
+    server: uvicorn.Server, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further connections are refused."""
     before = BoundedProtocol.limit.open
+    connections: set[Any] = server.server_state.connections
     monkeypatch.setattr(BoundedProtocol.limit, "most", before + 40)
     wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(72)]
     for number, (_, writer) in enumerate(wires):
         path = b"/" if number < 40 else b"/healthz"
         writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n")
     async with asyncio.timeout(LIMIT):
-        await until(lambda: _busy() == 72)
+        await until(lambda: sum(one.cycle is not None for one in connections) == 72)
         for _ in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             assert b" 503 " in (await reader.read()).split(b"\r\n")[0]
@@ -239,8 +245,3 @@ async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
             writer.write(b"a")
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
             writer.close()
-
-
-def _busy() -> int:
-    limit: Any = BoundedProtocol.limit
-    return sum(one.cycle is not None for one in (*limit._used, *limit._crowded))
