@@ -48,7 +48,7 @@ class Authenticator:
         """``litellm`` judges the keys that are none of the service's."""
         self._sessions = sessions
         self._quotas = quotas
-        self._litellm = litellm
+        self.litellm = litellm
         self.access = access
 
     async def identify(self, request: Request) -> None:
@@ -56,12 +56,12 @@ class Authenticator:
 
         Raises LiteLLM's refusal.
         """
-        if self._litellm is None or PREFIX_SCOPE_KEY in request.scope:
+        if self.litellm is None or PREFIX_SCOPE_KEY in request.scope:
             return
         key = bearer_of(request)
         if key.startswith(KEY_PREFIXES) or self.access.knows(key):
             return
-        key_hash = await self._litellm.hash_of_key(key)
+        key_hash = await self.litellm.hash_of_key(key)
         if key_hash is not None:
             request.scope[_VIRTUAL_SCOPE_KEY] = Caller(
                 Scope.TENANT,

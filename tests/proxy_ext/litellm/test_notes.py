@@ -18,7 +18,7 @@ async def test_a_stream_is_noted_before_its_end(
 ) -> None:
     monkeypatch.setattr(litellm, "stream_chunk_builder", litellm.stream_chunk_builder)
     monkeypatch.setattr(litellm, "callbacks", list(litellm.callbacks))
-    litellm_proxy._note_answers()
+    litellm_proxy.note_answers()
     provider = Provider()
     provider.said_usage = reported
     async with provider.serve() as url:
@@ -36,7 +36,7 @@ async def test_a_stream_is_noted_before_its_end(
                 pass
     assert facts.streamed, (
         "LiteLLM has put the stream together without litellm.stream_chunk_builder, or after its "
-        "end: litellm_proxy._note_answers needs another place"
+        "end: litellm_proxy.note_answers needs another place"
     )
     assert facts.model == "gpt-x-0613"
     usage = None if facts.usage is None else facts.usage["total_tokens"]

@@ -20,10 +20,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
-from any_agent.chat import load_chat_format
 from tests.support import litellm
-from tests.support.fake_provider import Provider
-from tests.support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.service
 
@@ -78,7 +75,6 @@ def _plain(value: Any) -> Any:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setenv(litellm.VARIABLE, litellm.SECRET)
     monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", "pk-test")
     monkeypatch.setenv("LANGFUSE_SECRET_KEY", "sk-test")
     monkeypatch.setenv("OTEL_EXPORTER", "otlp_http")
@@ -108,18 +104,18 @@ async def play(http: httpx.AsyncClient) -> tuple[str, str, list[str]]:
 async def test_each_call_is_told_once(
     tmp_path: Path, tiny_model_dir: Path, environment: pytest.MonkeyPatch
 ) -> None:
-    sink, provider = Sink(), Provider()
-    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
-    async with sink.serve(), provider.serve() as url, engine.serve():
+    sink = Sink()
+
+    def change(data: dict[str, Any]) -> None:
+        data["litellm_settings"]["callbacks"] = ["langfuse", "otel", "prometheus"]
+
+    async with sink.serve():
         environment.setenv("LANGFUSE_HOST", sink.url)
         environment.setenv("OTEL_ENDPOINT", f"{sink.url}{OTLP}")
-        data = litellm.examples(url)
-        data["litellm_settings"]["callbacks"] = ["langfuse", "otel", "prometheus"]
-        path = litellm.write_litellm(tmp_path, data)
-        async with litellm.rank(path, tiny_model_dir, engine.url) as http:
-            id, group, calls = await play(http)
-            await await_metrics(http)
-        # The rank has ended, and with it the process of its callbacks: all that was told is here.
+        async with litellm.running(tmp_path, tiny_model_dir, change) as rank:
+            id, group, calls = await play(rank.http)
+            await await_metrics(rank.http)
+    # The rank has ended, and with it the process of its callbacks: all that was told is here.
     for where in (LANGFUSE, OTLP):
         events = [about for path, about, _ in told_of(sink) if path == where]
         kinds = Counter(about["any_agent_event"] for about in events)
