@@ -16,7 +16,6 @@ from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
 from proxy_ext import idempotency
 from proxy_ext.idempotency import ANSWER_TTL
-from proxy_ext.journal import PutAnswer
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -162,19 +161,6 @@ async def test_a_restart_forgets_nothing(start: Start) -> None:
     again = await second.post("/rl/v1/finalize", {}, key, **keyed("k"))
     assert again.content == ended.content
     assert await opens(second) == 1
-
-
-async def test_answers_are_kept_for_a_day(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = proxy.service
-    fresh = await proxy.post(START, {}, **keyed("fresh"))
-    scope = f"anyone POST {START}"
-    assert await service.journal.answer(scope, "fresh") is not None
-    old = time.time() - ANSWER_TTL - 1
-    await service.journal.commit(PutAnswer(scope, "old", b"", 200, b"", old))
-    monkeypatch.setattr(idempotency, "SWEEP_INTERVAL", 0.0)
-    await service.answers.sweep()
-    assert await service.journal.answer(scope, "old") is None
-    assert (await proxy.post(START, {}, **keyed("fresh"))).content == fresh.content
 
 
 @pytest.mark.parametrize("step", [-10 * 86400.0, 10 * 86400.0])

@@ -13,40 +13,16 @@ import httpx
 import pytest
 import uvicorn
 
-from any_agent.rundir import registry as presence
-from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
+from any_agent.rundir.registry import PartLoad
 from any_agent.runtime.ports import reserve
 from proxy_ext.server import DrainingServer, entry_of
 from tests.support.errors import fails_with
+from tests.support.presence import Part, entry, quick, version
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 
-
-class Rank:
-    """Describes itself, with the number of the description as its version."""
-
-    def __init__(self) -> None:
-        self.told = 0
-
-    def __call__(self) -> RegistryEntry:
-        self.told += 1
-        return RegistryEntry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "HEARTBEAT", 0.01)
-
-
-def entry(folder: Path) -> RegistryEntry | None:
-    registry = Registry(folder)
-    registry.refresh()
-    return registry.get("rank-3")
-
-
-def version(folder: Path) -> int:
-    found = entry(folder)
-    return found.version if found else 0
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class App:
@@ -97,7 +73,7 @@ class Present:
 
         config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
         self.server = DrainingServer(
-            config, folder, Rank(), drain, drain_timeout=drain_timeout, lost=lost, on_lost=on_lost
+            config, folder, Part(), drain, drain_timeout=drain_timeout, lost=lost, on_lost=on_lost
         )
         self.listener = reserve("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"

@@ -128,7 +128,7 @@ async def test_a_journal_of_version_1_gives_no_space_back(tmp_path: Path) -> Non
     await journal.close()
 
 
-async def test_a_file_that_lost_free_pages_only(tmp_path: Path) -> None:
+async def test_a_file_that_lost_free_pages_only_loses_no_session(tmp_path: Path) -> None:
     """SQLite refuses it, and its check, once the pages are there again, finds nothing wrong."""
     path = tmp_path / "rank-0.sqlite"
     journal = SQLiteJournal(path)
@@ -144,7 +144,9 @@ async def test_a_file_that_lost_free_pages_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["metadata = x'7b'", "task_id = CAST(x'ff' AS TEXT)"])
-async def test_a_session_that_was_never_written_so(tmp_path: Path, damage: str) -> None:
+async def test_a_session_whose_row_is_damaged_is_ended_at_the_next_start(
+    tmp_path: Path, damage: str
+) -> None:
     """SQLite finds nothing wrong with it; once met, the next start ends it."""
     path = tmp_path / "rank-0.sqlite"
     journal = SQLiteJournal(path)
@@ -273,7 +275,7 @@ async def test_an_episode_takes_what_its_tokens_do(
     assert path.stat().st_size - empty <= 1.3 * tokens + messages
 
 
-async def test_a_trial_that_was_started_before(start: Start, tmp_path: Path) -> None:
+async def test_a_trial_of_version_1_goes_on(start: Start, tmp_path: Path) -> None:
     """Its folder is of the same format, and its journal is taken over: its sessions go on."""
     path = trial_dir(config_for(tmp_path)).journal(0)
     path.parent.mkdir(parents=True)
