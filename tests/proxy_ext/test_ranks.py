@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,18 +49,12 @@ async def executor(config: Config, proxies: list[Proxy]) -> AsyncIterator[LeaseE
     )
     await asyncio.to_thread(executor.start)
     yield executor
-    if executor._thread.started:
+    if any(thread.name == "rollout" for thread in threading.enumerate()):
         await asyncio.to_thread(executor.stop)
 
 
 def limits(proxies: list[Proxy]) -> list[int]:
     return [proxy.service.sessions.admission.limit for proxy in proxies]
-
-
-async def finish(proxy: Proxy, session: dict[str, Any], reward: float) -> None:
-    await proxy.complete(session["api_key"])
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": reward}, session["api_key"])
-    assert response.status_code == 200
 
 
 async def test_slots_go_to_the_rank_that_is_asked(
@@ -78,12 +72,14 @@ async def test_slots_go_to_the_rank_that_is_asked(
     assert refused.status_code == 429
     waiting = asyncio.create_task(zero.open(group_id="i", group_size=2, wait=60))
     for k, session in enumerate([first, *rest]):
-        await finish(one, session, k)
+        await one.complete(session["api_key"])
+        await one.post("/rl/v1/finalize", {"final_reward": k}, session["api_key"])
     (group,) = await asyncio.to_thread(executor.prepare_batch, 15.0)
     ids = [t.session_id for t in group]
     assert ids == [session["session_id"] for session in (first, *rest)]
     # Trained on, but not acknowledged: the weights may not be everywhere yet.
-    await asyncio.to_thread(executor.call, executor._keeper.round())
+    before = executor.capacity
+    await until(lambda: executor.capacity is not before)
     assert not waiting.done()
     await asyncio.to_thread(executor.ack, ids, [])
     assert (await waiting)["group_id"] == "i"
@@ -92,7 +88,7 @@ async def test_slots_go_to_the_rank_that_is_asked(
 async def test_a_trainer_that_stops_leaves_opens_a_429(
     proxies: list[Proxy], executor: LeaseExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TTL", 2.0)
+    monkeypatch.setattr(module, "TTL", 2.0)
     await asyncio.to_thread(executor.begin)
     await until(lambda: limits(proxies) == [2, 2])
     for proxy in proxies:
@@ -115,12 +111,7 @@ async def test_before_the_trainer_begins_nothing_is_admitted(
     # An earlier trainer's word would still hold.
     for proxy in proxies:
         await proxy.admit(3, owner="earlier")
-    for _ in range(10):
-        # A round waits a second for a rank's answer, the next one takes it up.
-        await asyncio.to_thread(executor.call, executor._keeper.round())
-        if limits(proxies) == [0, 0]:
-            break
-    assert limits(proxies) == [0, 0]
+    await until(lambda: limits(proxies) == [0, 0])
     for proxy in proxies:
         response = await proxy.http.post("/rl/v1/start_session", json={})
         assert response.status_code == 429

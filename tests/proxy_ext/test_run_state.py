@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import Conflict, EngineUnavailable
-from proxy_ext.__main__ import _check_engine
+from proxy_ext.__main__ import check_engine
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
+from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -62,7 +62,7 @@ async def test_a_pause_of_an_engine_that_is_away(proxy: Proxy, engine: ScriptedE
 async def test_a_pause_after_a_failed_resume_holds(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy_ext.run_state._RESUME_INTERVAL", 0.01)
+    monkeypatch.setattr("proxy_ext.run_state.RESUME_INTERVAL", 0.01)
     await proxy.client.pause(ttl=600)
     await engine.die()
     with pytest.raises(EngineUnavailable):
@@ -143,30 +143,24 @@ async def test_an_engine_that_lags_is_not_served_under_the_newer_number(
 
 
 async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
-    proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    start: Start, proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its proxy was restarted amid an update, bucket by bucket."""
-    monkeypatch.setattr("proxy_ext.run_state._RESUME_INTERVAL", 0.01)
+    monkeypatch.setattr("proxy_ext.run_state.RESUME_INTERVAL", 0.01)
     await proxy.client.pause(ttl=600)
     engine.weight_version = "loading-5"
-    client = proxy.service.engine
-    again = SGLangEngine(engine.url, decode=client._decode, shape=ModelFingerprint(100))
-    monkeypatch.setattr(proxy.service.run, "_engine", again)
-    try:
-        await _check_engine(proxy.service.config, engine.url, 0, ModelFingerprint(100))
-        await again.info()
-        await proxy.service.run.recover()
-        await until(lambda: again.paused)
-        with fails_with(EngineUnavailable, "half loaded"):
-            await proxy.client.resume()
-        assert not engine._going.is_set(), "it has been let go on"
-        assert await told(proxy) == -1
-        engine.weight_version = "5"
-        await until(lambda: not again.paused)
-        assert engine._going.is_set()
-    finally:
-        proxy.service.run.close()
-        await again.close()
+    shape = ModelFingerprint(100)
+    await check_engine(proxy.service.config, engine.url, 0, shape)
+    again = await start()
+    client = again.service.engine
+    await until(lambda: client.paused)
+    with fails_with(EngineUnavailable, "half loaded"):
+        await again.client.resume()
+    assert not engine._going.is_set(), "it has been let go on"
+    assert await told(again) == -1
+    engine.weight_version = "5"
+    await until(lambda: not client.paused)
+    assert engine._going.is_set()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
