@@ -110,10 +110,10 @@ async def test_a_session_is_a_trace(
     await until(lambda: len(collector.spans) >= 3)
     shown = (await proxy.http.get("/metrics")).text
     assert 'any_agent_trace_spans_total{outcome="sent",rank="0"} 3.0' in shown
+    model = proxy.service.config.model.name
     by_name = {span.name: span for span in collector.spans}
     root, asked, reward = (
-        by_name[name]
-        for name in ("invoke_agent sums", f"chat {proxy.service.config.model.name}", "reward")
+        by_name[name] for name in ("invoke_agent sums", f"chat {model}", "reward")
     )
     assert {span.trace_id for span in (root, asked, reward)} == {root.trace_id}
     assert (asked.parent_span_id, reward.parent_span_id, root.parent_span_id) == (

@@ -84,7 +84,7 @@ def refused(answer: bytes) -> bool:
     ],
     ids=["nonsense", "length", "header", "path", "headers"],
 )
-async def test_bad_heads(port: int, data: bytes) -> None:
+async def test_a_bad_head_is_answered_with_an_error(port: int, data: bytes) -> None:
     assert refused(await exchange(port, data))
 
 
@@ -101,7 +101,7 @@ async def test_a_long_body_is_no_long_head(port: int) -> None:
     [(b"", b""), (b"", b"GET / HTTP/1.1\r\nX: "), (GET, b"GET / HTTP/1.1\r\nX: ")],
     ids=["silent", "begun", "the next one"],
 )
-async def test_a_head_must_come(
+async def test_a_head_must_come_in_time(
     port: int, monkeypatch: pytest.MonkeyPatch, before: bytes, part: bytes
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
@@ -176,51 +176,62 @@ async def test_the_body_of_a_refused_request_has_an_end(
     writer.transport.abort()
 
 
+class Wire:
+    """A connection to the server."""
+
+    def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        self.reader, self.writer = streams
+
+    @classmethod
+    async def to(cls, port: int) -> Wire:
+        return cls(await asyncio.open_connection("127.0.0.1", port))
+
+    async def status(self, path: bytes = b"/") -> bytes:
+        """Ask for a path; return the status of the answer."""
+        self.writer.write(GET.replace(b"/ ", path + b" ", 1))
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        return head.split(b" ")[1]
+
+
 async def test_connections_above_the_bound_are_for_health(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BoundedProtocol.limit, "most", BoundedProtocol.limit.open + 1)
-    first = await asyncio.open_connection("127.0.0.1", port)
-    first[1].write(GET)
+    first = await Wire.to(port)
     async with asyncio.timeout(LIMIT):
-        assert b" 200 " in await first[0].readuntil(b"\r\n\r\n")
+        assert await first.status() == b"200"
         for path, status in ((b"/v1/models", b" 503 "), (b"/healthz", b" 200 ")):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(GET.replace(b"/ ", path + b" ", 1))
-            answer = await reader.read()
+            other = await Wire.to(port)
+            other.writer.write(GET.replace(b"/ ", path + b" ", 1))
+            answer = await other.reader.read()
             assert status in answer.split(b"\r\n")[0]
             if status == b" 503 ":
                 assert b"retry-after: 2" in answer.lower() and b"too_many_connections" in answer
-            writer.close()
-        # Those that were there before are served on.
-        first[1].write(GET)
-        assert b" 200 " in await first[0].readuntil(b"\r\n\r\n")
-    first[1].close()
+            other.writer.close()
+        assert await first.status() == b"200", "those that were there before are served on"
+    first.writer.close()
 
 
 async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BoundedProtocol.limit, "most", BoundedProtocol.limit.open + 1)
-    used = await asyncio.open_connection("127.0.0.1", port)
-    used[1].write(GET)
+    used = await Wire.to(port)
     async with asyncio.timeout(LIMIT):
-        assert b" 200 " in await used[0].readuntil(b"\r\n\r\n")
-        wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(600)]
-        ends = [asyncio.create_task(reader.read()) for reader, _ in wires]
+        assert await used.status() == b"200"
+        wires = [await Wire.to(port) for _ in range(600)]
+        ends = [asyncio.create_task(wire.reader.read()) for wire in wires]
         await asyncio.wait(ends[:500])
         assert all(end.result().startswith(b"HTTP/1.1 503 ") for end in ends[:500])
         for _ in range(50):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(GET.replace(b"/ ", b"/healthz ", 1))
-            assert b" 200 " in (await reader.read()).split(b"\r\n")[0]
-            writer.close()
-        used[1].write(GET)
-        assert b" 200 " in await used[0].readuntil(b"\r\n\r\n")
+            health = await Wire.to(port)
+            assert await health.status(b"/healthz") == b"200"
+            health.writer.close()
+        assert await used.status() == b"200"
     for end in ends:
         end.cancel()
-    for _, writer in (used, *wires):
-        writer.close()
+    for wire in (used, *wires):
+        wire.writer.close()
     await until(lambda: BoundedProtocol.limit.open < 2)
 
 
