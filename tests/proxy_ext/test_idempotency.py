@@ -150,19 +150,6 @@ async def test_no_key_is_stored(proxy: Proxy) -> None:
     assert secret not in stored
 
 
-async def test_a_restart_forgets_nothing(start: Start) -> None:
-    first = await start()
-    await first.admit(5)
-    opened = await first.post(START, {"mode": "eval"}, **keyed("k"))
-    key = opened.json()["api_key"]
-    ended = await first.post("/rl/v1/finalize", {}, key, **keyed("k"))
-    second = await start()
-    assert (await second.post(START, {"mode": "eval"}, **keyed("k"))).status_code == 200
-    again = await second.post("/rl/v1/finalize", {}, key, **keyed("k"))
-    assert again.content == ended.content
-    assert await opens(second) == 1
-
-
 @pytest.mark.parametrize("step", [-10 * 86400.0, 10 * 86400.0])
 async def test_answers_are_kept_by_a_clock_that_nobody_can_set(
     start: Start, monkeypatch: pytest.MonkeyPatch, step: float
@@ -236,21 +223,6 @@ async def test_repeated_endings_cannot_fill_the_journal(proxy: Proxy, ending: st
     kept = [await proxy.service.journal.answer(scope, f"fresh-{n}") for n in range(80)]
     assert kept[0] is not None and kept[10] is not None
     assert sum(row is not None for row in kept) <= 65
-
-
-async def test_equal_requests_take_turns(start: Start) -> None:
-    """The first waits for a slot; those that ask meanwhile get its answer."""
-    proxy = await start()
-    body = {"wait": 20}
-    asked = [asyncio.create_task(proxy.post(START, body, **keyed("k"))) for _ in range(5)]
-    await until(lambda: proxy.service.sessions.admission.waiting == 1)
-    await until(lambda: proxy.service.answers.waiting == 4)
-    assert proxy.service.sessions.admission.waiting == 1
-    await proxy.admit(5)
-    answers = await asyncio.gather(*asked)
-    assert {a.status_code for a in answers} == {200}
-    assert len({a.content for a in answers}) == 1
-    assert await opens(proxy) == 1
 
 
 async def test_a_waiting_request_goes_on_when_the_first_leaves(start: Start) -> None:

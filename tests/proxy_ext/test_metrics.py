@@ -71,6 +71,7 @@ async def test_sessions_balance_and_survive_a_restart(start: Start, proxy: Proxy
         require_balance(now)
         assert now("any_agent_sessions_created_total", mode="train") == 5
         assert now("any_agent_sessions_created_total", mode="eval") == 1
+        assert now.labels("any_agent_sessions", "rank") == {"0"}
         states = {state: now("any_agent_sessions", state=state, rank="0") for state in SessionState}
         assert {state: number for state, number in states.items() if number} == {
             "open": 1,
@@ -79,6 +80,8 @@ async def test_sessions_balance_and_survive_a_restart(start: Start, proxy: Proxy
             "aborted": 1,
             "evaluated": 1,
         }
+    other = await scrape(await start(rank=1))
+    assert other("any_agent_sessions_created_total", rank="1") == 0, "ranks share nothing"
 
 
 @pytest.mark.service
@@ -295,17 +298,7 @@ async def test_with_an_admin_key_metrics_need_it(start: Start) -> None:
         assert "any_agent" not in response.text
 
 
-async def test_two_ranks_in_a_process_share_nothing(start: Start) -> None:
-    one, two = await start(), await start(rank=1)
-    await one.admit(5)
-    await one.open()
-    first, second = await scrape(one), await scrape(two)
-    assert first("any_agent_sessions_created_total", rank="0") == 1
-    assert second("any_agent_sessions_created_total", rank="1") == 0
-    assert first.labels("any_agent_sessions", "rank") == {"0"}
-
-
-async def test_trees_in_memory_and_those_read_again_are_counted(start: Start) -> None:
+async def test_trees_journal_and_archive_are_shown_with_their_bytes(start: Start) -> None:
     proxy = await start("sessions.hot_bytes=0")
     session = await proxy.open(mode="eval")
     await proxy.complete(session["api_key"])
@@ -315,16 +308,9 @@ async def test_trees_in_memory_and_those_read_again_are_counted(start: Start) ->
     now = await scrape(proxy)
     assert now("any_agent_tree_reads_total") == proxy.service.sessions.trees.reads >= 1
     assert now("any_agent_tree_bytes") == proxy.service.sessions.trees.bytes
-
-
-async def test_the_bytes_of_journal_and_archive_are_shown(start: Start) -> None:
-    proxy = await start()
-    session = await proxy.open(mode="eval")
-    await proxy.complete(session["api_key"])
+    assert now("any_agent_journal_bytes") > 4096
+    assert now("any_agent_archived_sessions") == now("any_agent_archive_bytes") == 0
     await proxy.post("/rl/v1/finalize", {}, session["api_key"])
-    before = await scrape(proxy)
-    assert before("any_agent_journal_bytes") > 4096
-    assert before("any_agent_archived_sessions") == before("any_agent_archive_bytes") == 0
     await archive_now(proxy)
     now = await scrape(proxy)
     assert now("any_agent_archived_sessions") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
@@ -37,25 +36,6 @@ async def test_an_open_session_goes_on_exactly(
     (trajectory,) = await proxy.lease()
     assert trajectory.metadata == {"a": 1}
     assert len(trajectory.interactions) == 3
-
-
-async def test_finalized_and_leased_sessions(start: Start, proxy: Proxy) -> None:
-    leased = await proxy.finished_session()
-    await proxy.lease(owner="trainer")
-    waiting = await proxy.finished_session(reward=0.5)
-    trained = await proxy.finished_session(mode="eval")
-    again = await start()
-    now = await again.capacity()
-    assert (now["admitted"], now["running"], now["buffered"]) == (2, 0, 2)
-    (trajectory,) = await again.lease(owner="trainer")
-    assert trajectory.session_id == waiting["session_id"]
-    assert trajectory.final_reward == 0.5
-    # The lease goes on: its holder may acknowledge it.
-    acked = await again.client.ack(owner="trainer", trained=[leased["session_id"]], rejected=[])
-    assert acked == 1
-    response = await again.call(trained["api_key"])
-    assert response.status_code == 410
-    assert response.json()["error"]["state"] == "evaluated"
 
 
 async def test_half_a_group_goes_on(start: Start, proxy: Proxy) -> None:
@@ -95,15 +75,6 @@ async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
         if state == "finished":
             response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
             assert response.json()["error"]["code"] == "run_finished"
-
-
-async def test_a_session_whose_time_passed_meanwhile(start: Start, proxy: Proxy) -> None:
-    session = await proxy.open(ttl=0.05)
-    again = await start()
-    await asyncio.sleep(0.06)
-    await again.service.expiry.sweep()
-    response = await again.call(session["api_key"])
-    assert response.status_code == 410
 
 
 async def test_a_keys_newest_session_counts(start: Start, proxy: Proxy) -> None:

@@ -83,31 +83,6 @@ async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) 
     await again.close()
 
 
-async def test_a_living_owner_keeps_its_rank(tmp_path: Path, shared_server: RedisServer) -> None:
-    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
-    journal = first.open()
-    with fails_with(StartupError, "process"):
-        await asyncio.to_thread(second.open)
-    await put(journal, "s1")
-    await journal.close()
-
-
-async def test_a_killed_server(tmp_path: Path, server: RedisServer) -> None:
-    machine = Machine(tmp_path, server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
-    server.kill()
-    for _ in range(3):
-        with fails_with(StoreUnavailable, "Redis"):
-            await put(journal, "lost")
-    assert await ids(journal) == ["s1"]
-    server.start()
-    await until_written(journal, "s2")
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
-    assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
-
-
 async def test_an_append_without_an_answer_is_undone(tmp_path: Path, server: RedisServer) -> None:
     """The server runs it after its caller was told that nothing was recorded. Reads do not wait."""
     journal = Machine(tmp_path, server.url, "a").open()

@@ -26,6 +26,7 @@ from tests.support.redis_journal import (
     Machine,
     elsewhere,
     ids,
+    log_key,
     put,
     stop,
     until_asked,
@@ -247,9 +248,26 @@ async def test_a_failover_loses_nothing_acknowledged(tmp_path: Path) -> None:
             await journal.close()
 
 
+@pytest.mark.service
+async def test_a_failover_to_a_server_that_promises_less(tmp_path: Path) -> None:
+    with pair_with_sentinel(tmp_path, "--appendfsync", "everysec") as (one, two, url):
+        journal = Machine(tmp_path, url, "a").open()
+        await put(journal, "s1")
+        await until_asked(two, lambda client: client.exists(log_key(one)))
+        one.kill()
+        await until_refused(journal, "may lose its last second")
+        with two.client() as client:
+            client.config_set("appendfsync", "always")
+        await until_written(journal, "s2")
+        assert await ids(journal) == ["s1", "s2"]
+        await journal.close()
+
+
 @contextmanager
-def pair_with_sentinel(folder: Path) -> Iterator[tuple[RedisServer, RedisServer, str]]:
-    """Run a master, its replica, and the Sentinel that has their URL."""
+def pair_with_sentinel(
+    folder: Path, *settings: str
+) -> Iterator[tuple[RedisServer, RedisServer, str]]:
+    """Run a master, its replica with further settings, and the Sentinel that has their URL."""
     with RedisServer(folder / "one") as one:
         follow = ("--replicaof", "127.0.0.1", str(one.port))
         conf = folder / "sentinel.conf"
@@ -257,7 +275,7 @@ def pair_with_sentinel(folder: Path) -> Iterator[tuple[RedisServer, RedisServer,
             f"sentinel monitor main 127.0.0.1 {one.port} 1\n"
             "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 3000\n"
         )
-        with RedisServer(folder / "two", *follow) as two, Sentinel(conf) as sentinel:
+        with RedisServer(folder / "two", *follow, *settings) as two, Sentinel(conf) as sentinel:
             deadline = time.monotonic() + 30
             while not sentinel.knows_replica():
                 assert time.monotonic() < deadline

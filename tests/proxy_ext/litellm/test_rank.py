@@ -252,22 +252,6 @@ async def test_the_policy_is_one_of_its_models(rank: Rank) -> None:
     assert areals == {"status": "ok", "workers": 1}
 
 
-async def test_keys_and_routes(rank: Rank) -> None:
-    _, key = await rank.open()
-    refused(await rank.http.get("/spend/logs", headers=key), 403, "forbidden")
-    refused(await rank.http.post("/key/generate", json={}, headers=key), 403, "forbidden")
-    nobody = {"Authorization": ""}
-    refused(await rank.http.get("/model/info", headers=nobody), 401, "invalid_api_key")
-    virtual = {"Authorization": "Bearer sk-virtual"}
-    refused(await rank.http.get("/model/info", headers=virtual), 401, "invalid_api_key")
-    refused(await rank.http.get("/no/such/route"), 404, "not_found")
-    refused(await rank.http.get("/v1/realtime"), 404, "not_found")
-    # LiteLLM's own words: it has no database here.
-    no_database = await rank.http.get("/spend/logs")
-    assert no_database.status_code == 500 and "Database not connected" in no_database.text
-    assert (await rank.http.get("/model/info", headers=key)).status_code == 200
-
-
 async def test_its_ui_is_an_admins(rank: Rank) -> None:
     page = await rank.http.get("/ui/")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
@@ -381,43 +365,26 @@ async def test_a_guardrail_vetoes_a_session(rank: Rank) -> None:
 # -- callbacks ----------------------------------------------------------------------------------
 
 
-async def test_callbacks_see_each_of_the_policys_calls_once(rank: Rank) -> None:
+async def test_callbacks_see_the_cost_of_each_of_the_policys_calls(rank: Rank) -> None:
     id, key = await rank.open(task_id="task-1")
     first = (await rank.chat(key, "policy", max_tokens=4)).json()
-    said = first["choices"][0]["message"]
-    talk = [*HELLO, said, {"role": "user", "content": "Again."}]
-    body = {"model": "policy", "messages": talk, "max_tokens": 4, "stream": True}
-    assert (await rank.http.post("/v1/chat/completions", json=body, headers=key)).status_code == 200
-    reward = await rank.http.post("/rl/v1/set_reward", json={"reward": 0.5}, headers=key)
-    assert reward.status_code == 200, reward.text
-    done = await rank.http.post("/rl/v1/finalize", json={}, headers=key)
-    assert done.status_code == 200, done.text
+    talk = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
+    answer = await rank.chat(key, "policy", messages=talk, max_tokens=4, stream=True)
+    assert answer.status_code == 200
 
     def mine(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [line for line in lines if line["about"].get("session_id") == id]
 
-    lines = mine(await rank.await_told(lambda lines: len(mine(lines)) >= 4))
-    kept = rank.recorded(id)
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        by_kind.setdefault(line["about"]["any_agent_event"], []).append(line)
-    assert {kind: len(found) for kind, found in by_kind.items()} == {
-        "completion": 2,
-        "reward": 1,
-        "end": 1,
-    }
-    for line, interaction in zip(
-        sorted(by_kind["completion"], key=lambda line: len(line["messages"])), kept, strict=True
-    ):
+    lines = mine(await rank.await_told(lambda lines: len(mine(lines)) >= 2))
+    assert [line["about"]["any_agent_event"] for line in lines] == ["completion"] * 2
+    ordered = sorted(lines, key=lambda line: len(line["messages"]))
+    for line, interaction in zip(ordered, rank.recorded(id), strict=True):
         assert line["id"] == line["about"]["interaction_id"] == interaction.id
         assert line["model"] == "policy" and line["about"]["task_id"] == "task-1"
-        assert line["about"]["version"] == 0
         prompt, output = line["tokens"]
         assert output == len(interaction.output_ids)
         assert line["cost"] == pytest.approx(0.5 * prompt + 0.25 * output)
-    assert by_kind["completion"][0]["messages"][0] == HELLO[0]
-    assert by_kind["reward"][0]["about"]["reward"] == 0.5
-    assert by_kind["end"][0]["about"]["state"] == "evaluated"
+    assert ordered[0]["messages"][0] == HELLO[0]
     text = (await rank.http.get("/metrics")).text
     counted = {
         line.split(" ")[0]: float(line.split(" ")[1])
