@@ -106,7 +106,7 @@ def adopt(path: str, policy: frozenset[str], *, ranks: int) -> None:
     from litellm.proxy import proxy_server
 
     quieten()
-    note_answers()
+    _note_answers()
     proxy_server.user_custom_auth = _identify
     # Included files are read by now.
     state = proxy_server.proxy_config.get_config_state()
@@ -192,7 +192,7 @@ def facts_of(call_id: str) -> Iterator[AnswerFacts]:
         del _expected[call_id]
 
 
-def note_answers() -> None:
+def _note_answers() -> None:
     """Have LiteLLM fill in the facts about answers, before it has passed on their ends."""
     import litellm
     from litellm.integrations.custom_logger import CustomLogger

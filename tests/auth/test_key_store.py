@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import time
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from any_agent.auth.key_store import (
-    StoredKeys,
     TenantLimits,
     create_key,
-    parse_keys,
     read_keys,
     revoke_key,
 )
@@ -178,8 +175,3 @@ def test_writers_lose_nothing(path: Path) -> None:
         writer.join()
         assert writer.exitcode == 0
     assert len(read_keys(path).by_id) == 60
-
-
-def test_an_empty_store_knows_no_key() -> None:
-    assert not StoredKeys().has_admin and StoredKeys().find("sk-admin.0.0") is None
-    assert json.loads('{"format": 1}') and parse_keys(b'{"format": 1}') == StoredKeys()

@@ -64,16 +64,6 @@ async def test_what_a_resume_may_want_is_kept(journal: SQLiteJournal) -> None:
     assert await ended(journal, 5, limit=2) == ["trained-1", "first"]
 
 
-async def test_what_was_archived_is_not_looked_at(journal: SQLiteJournal) -> None:
-    """Tombstones stay for good: however many, they are not to hold up the writes."""
-    connection, statements = journal.writer.connection, []
-    connection.set_trace_callback(statements.append)
-    assert await ended(journal, 1) == []
-    (query,) = (statement for statement in statements if "ended_at" in statement)
-    plan = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
-    assert [row[3] for row in plan] == ["SEARCH sessions USING INDEX sessions_by_end (ended_at<?)"]
-
-
 async def test_the_space_of_archived_content_is_given_back(journal: SQLiteJournal) -> None:
     big = make_interaction("i", "a")
     big.output_message = {"role": "assistant", "content": "x" * 3_000_000}

@@ -109,28 +109,6 @@ async def test_a_head_must_come_in_time(
     assert answer.count(b"200 OK") == (1 if before else 0)
 
 
-async def test_a_body_may_take_its_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    timers: dict[float, asyncio.TimerHandle | None] = {}
-    close_after = BoundedProtocol.close_after
-
-    def noted(connection: BoundedProtocol, seconds: float) -> None:
-        close_after(connection, seconds)
-        timers[seconds] = connection.timer
-
-    monkeypatch.setattr(BoundedProtocol, "close_after", noted)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
-    await until(lambda: len(timers) == 2)
-    head, body = timers.values()
-    assert list(timers) == [75.0, 125.0]
-    assert head is not None and head.cancelled() and body is not None and not body.cancelled()
-    writer.write(b"cd")
-    async with asyncio.timeout(LIMIT):
-        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-    assert body.cancelled()
-    writer.transport.abort()
-
-
 async def test_what_comes_during_an_answer_does_not_end_it(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
