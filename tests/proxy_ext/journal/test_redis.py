@@ -145,16 +145,6 @@ async def test_a_full_server_loses_nothing_acknowledged(
     assert await elsewhere(tmp_path, server.url) == ["s1", "s3"]
 
 
-async def test_an_emptied_server_gets_everything_again(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    with server.client() as client:
-        client.flushall()
-    await until_written(journal, "s2")
-    await journal.close()
-    assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
-
-
 async def test_an_emptied_server_and_a_lost_machine(tmp_path: Path, server: RedisServer) -> None:
     """Another machine does not begin with nothing: it names the last home."""
     first, second = (Machine(tmp_path, server.url, name) for name in "ab")

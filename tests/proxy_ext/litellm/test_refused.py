@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -226,13 +225,11 @@ async def test_policy_calls_do_not_wait_for_its_start(
         refused(early, 503, "litellm_unavailable")
         key = await litellm.session(http)
         body = {"model": "policy", "messages": HELLO, "max_tokens": 2}
-        answered, slowest = 0, 0.0
+        answered = 0
         while "litellm" in (await http.get("/readyz")).json():
-            began = time.monotonic()
             response = await http.post("/v1/chat/completions", json=body, headers=key)
             assert response.status_code == 200, response.text
-            answered, slowest = answered + 1, max(slowest, time.monotonic() - began)
+            answered += 1
         assert answered > 10
         late = await http.post(opening, json={"mode": "eval"}, headers=virtual)
         refused(late, 401, "invalid_api_key")
-        print(f"{answered} calls of the policy meanwhile, the slowest {slowest:.2f} s")
