@@ -11,10 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.auth.access import signer_of
 from any_agent.auth.key_store import KeptScope, create_key, revoke_key
-from any_agent.cli.main import main
-from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
 from any_agent.launcher.trial import trial_dir
 from proxy_ext.web import permissions as scopes
@@ -139,44 +136,6 @@ async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
     assert (await proxy.call(session["api_key"])).status_code == 200
     by_id = await asked(proxy, "POST", f"/{session['session_id']}{CHAT}", "", {"messages": HELLO})
     assert by_id.status_code == 401, "ids are worth nothing now"
-
-
-async def test_session_keys_outlive_a_rotation_unless_told_not_to(closed: Proxy) -> None:
-    config = closed.service.config
-    where = [f"root={config.root}", f"user={config.user}"]
-
-    def rotate(*arguments: str) -> None:
-        assert main(["keys", "rotate", *arguments, *where]) == 0
-
-    session = await closed.open()
-    rotate()
-    newer = await until(lambda: _open_with_another_secret(closed, session))
-    for one in (session, newer):
-        assert (await closed.call(one["api_key"])).status_code == 200
-    # The run's trainer follows at once: nothing that it does fails meanwhile.
-    own = signer_of(trial_dir(config))
-    before = own.run_key
-    async with RLClient(closed.url, admin_key=lambda: own.run_key, trust_env=False) as trainer:
-        await trainer.get_capacity()
-        rotate("--drop-old")
-        await trainer.get_capacity()
-    assert (await asked(closed, "GET", "/rl/v1/capacity", before)).status_code == 401
-
-    async def void() -> bool:
-        calls = [await closed.call(one["api_key"]) for one in (session, newer)]
-        return all(call.status_code == 401 for call in calls)
-
-    await until(void, "the end of the older keys")
-    assert (await closed.call((await closed.open())["api_key"])).status_code == 200
-
-
-async def _open_with_another_secret(proxy: Proxy, earlier: dict[str, Any]) -> Any:
-    """A new session, once keys are signed with a secret that is not the earlier one's."""
-    session = await proxy.open()
-    signer = proxy.service.auth.access.signer
-    lane = signer.verify(session["api_key"])
-    assert lane is not None
-    return session if len(list(signer.keys_of(lane))) == 2 else None
 
 
 TRAINERS_ROUTES = (

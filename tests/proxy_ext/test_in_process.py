@@ -19,7 +19,6 @@ from proxy_ext.app import create_app
 from tests.support.errors import fails_with
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
-from tests.support.scripted_engine import ScriptedEngine
 
 FROM_AREAL = Path(__file__).parents[2] / "docs/reference/from-areal.md"
 
@@ -56,17 +55,6 @@ async def test_its_engine_serves_any_event_loop(start: Start) -> None:
 
     known = await engine.capabilities()
     await asyncio.to_thread(asyncio.run, elsewhere())
-
-
-async def test_its_engine_stops_for_whoever_leaves(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start()
-    engine.hold(2)
-    request = ModelRequest(input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=9))
-    chunks = proxy.front.engine.generate(request, stream=True)
-    async with asyncio.timeout(LIMIT):
-        assert (await anext(chunks)).output_ids
-        await chunks.aclose()
-    await until(lambda: not engine.running, "the engine is freed")
 
 
 async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: Proxy) -> None:

@@ -66,14 +66,16 @@ class Present:
         *,
         drain_timeout: float = 30,
         lost: Callable[[], str | None] = lambda: None,
-        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         async def drain() -> None:
             pass
 
         config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
         self.server = DrainingServer(
-            config, folder, Part(), drain, drain_timeout=drain_timeout, lost=lost, on_lost=on_lost
+            *(config, folder, Part(), drain),
+            drain_timeout=drain_timeout,
+            lost=lost,
+            on_lost=lambda _: None,
         )
         self.listener = reserve("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
@@ -102,38 +104,7 @@ async def test_it_ends_at_once_when_another_process_carries_the_rank(
     assert server.lost == "another process has it"
 
 
-async def test_it_ends_when_the_run_is_gone(tmp_path: Path, app: App) -> None:
-    reasons: list[str] = []
-    folder = tmp_path / "run" / "registry"
-    folder.mkdir(parents=True)
-    here = Present(app, folder, lost=lambda: next(iter(reasons), None), on_lost=reasons.append)
-    server = await here.started()
-    folder.parent.rename(tmp_path / "elsewhere")
-    await asyncio.wait_for(here.ended, 20)
-    assert server.lost is not None and str(folder.parent) in server.lost
-
-
-async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
-    tmp_path: Path, app: App
-) -> None:
-    here = Present(app, tmp_path)
-    server = await here.started()
-    assert app.events == ["startup"]
-    async with httpx.AsyncClient() as http:
-        call = asyncio.create_task(http.get(here.url))
-        await app.called.wait()
-        server.should_exit = True
-        # Told while a call is still being answered, so that no new ones are sent here.
-        await here.told_to_stop()
-        assert not call.done()
-        assert app.events == ["startup"]
-        app.answer.set()
-        assert (await call).text == "answer"
-    await here.ended
-    assert app.events == ["startup", "shutdown"]
-
-
-async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
+async def test_it_is_present_until_sigterm_and_then_drains(tmp_path: Path, app: App) -> None:
     """And then ends well: uvicorn would raise the signal again, and the process die of it."""
     here = Present(app, tmp_path)
     server = await here.started()
@@ -142,6 +113,7 @@ async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
         await app.called.wait()
         server.handle_exit(signal.SIGTERM, None)
         await here.told_to_stop()
+        assert not call.done() and app.events == ["startup"]
         # It goes on beating, so that nobody takes it for dead meanwhile.
         beats = version(tmp_path)
         await until(lambda: version(tmp_path) > beats + 2)
