@@ -3,79 +3,25 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from any_agent.errors import ConfigError
 from proxy_ext import tracing
 from tests.support.errors import fails_with
 from tests.support.journal import make_interaction
+from tests.support.otlp import Collector, collector, values
 from tests.support.proxy import LIMIT, Proxy, config_for, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
+__all__ = ["collector"]
 ASKED = "a question of the agent's own"
-
-
-class Collector:
-    """Takes spans, or answers with 503 while it is ill."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, Any]] = []
-        self.ill = False
-        self.asked = 0
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                collector.asked += 1
-                self.send_response(503 if collector.ill else 200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-                if not collector.ill:
-                    collector.take(ExportTraceServiceRequest.FromString(body))
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1/traces"
-
-    def take(self, request: Any) -> None:
-        for resource in request.resource_spans:
-            self.resources.append(values(resource.resource.attributes))
-            for scope in resource.scope_spans:
-                self.spans.extend(scope.spans)
-
-
-def values(attributes: Any) -> dict[str, Any]:
-    out = {}
-    for each in attributes:
-        kind = each.value.WhichOneof("value")
-        value = getattr(each.value, kind)
-        out[each.key] = [v.string_value for v in value.values] if kind == "array_value" else value
-    return out
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    made = Collector()
-    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +51,7 @@ async def episode(proxy: Proxy, **opened: Any) -> tuple[str, str]:
 async def test_a_session_is_a_trace(
     start: Start, engine: ScriptedEngine, collector: Collector
 ) -> None:
-    proxy = await start(f"tracing.endpoint={collector.url}")
+    proxy = await start(f"tracing.endpoint={collector.url}/v1/traces")
     session, call = await episode(proxy, mode="eval", task_id="sums")
     await until(lambda: len(collector.spans) >= 3)
     shown = (await proxy.http.get("/metrics")).text
@@ -140,7 +86,7 @@ async def test_a_session_is_a_trace(
 async def test_content_if_it_is_asked_for(
     start: Start, tmp_path: Path, collector: Collector
 ) -> None:
-    wanted = (f"tracing.endpoint={collector.url}", "tracing.content=true")
+    wanted = (f"tracing.endpoint={collector.url}/v1/traces", "tracing.content=true")
     await episode(await start(*wanted), mode="eval")
     await until(lambda: len(collector.spans) >= 3)
     (asked,) = [span for span in collector.spans if span.name.startswith("chat")]
@@ -158,7 +104,7 @@ async def test_a_collector_that_fails_harms_no_call(
     monkeypatch.setattr(tracing, "SEND_SECONDS", 2.0)
     monkeypatch.setattr(tracing, "MAX_WAITING", 4)
     collector.ill = True
-    proxy = await start(f"tracing.endpoint={collector.url}")
+    proxy = await start(f"tracing.endpoint={collector.url}/v1/traces")
     traces = proxy.service.traces
     assert traces is not None
     for _ in range(6):

@@ -32,7 +32,7 @@ from tests.support.redis_journal import (
     until_asked,
     until_written,
 )
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, make_cluster
 from tests.support.waiting import until
 
 
@@ -123,10 +123,7 @@ async def test_a_server_that_does_not_run_is_named(tmp_path: Path, server: Redis
 @pytest.mark.service
 async def test_a_cluster_keeps_the_journal(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:
-        with server.client() as client:
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-        await until_asked(server, lambda client: client.cluster("info")["cluster_state"] == "ok")
-        url = f"redis+cluster://127.0.0.1:{server.port}"
+        url = await asyncio.to_thread(make_cluster, server)
         journal = Machine(tmp_path, url, "a").open()
         await put(journal, "s1", "s2")
         await journal.close()

@@ -20,7 +20,7 @@ from proxy_ext.web import shared_quotas
 from proxy_ext.web.quotas import BURST_SECONDS
 from tests.support.errors import fails_with
 from tests.support.quota_rank import RANKS, QuotaRank
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, make_cluster
 
 LIMIT = 100
 SHARE = 13
@@ -101,17 +101,6 @@ def killed_while_it_holds(run: Run) -> int:
             return int(process.stdout.readline())
         finally:
             process.kill()
-
-
-def make_cluster(server: RedisServer) -> str:
-    """Give a server all slots of a cluster; return the cluster's URL."""
-    with server.client() as client:
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-        deadline = time.monotonic() + LONG
-        while client.cluster("info")["cluster_state"] != "ok":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    return f"redis+cluster://127.0.0.1:{server.port}"
 
 
 # -- open sessions ---------------------------------------------------------------------------------
