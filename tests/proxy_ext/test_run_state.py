@@ -67,7 +67,16 @@ async def test_a_pause_after_a_failed_resume_holds(
     await engine.die()
     with pytest.raises(EngineUnavailable):
         await proxy.client.resume()
-    await engine.revive()
+    under_way = asyncio.Event()
+
+    async def resume(_: int) -> None:
+        under_way.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.engine, "resume", resume)
+        await engine.revive()
+        await under_way.wait()
     await proxy.client.pause(ttl=600)
     asked = asyncio.create_task(proxy.complete((await proxy.open())["api_key"]))
     await asyncio.wait({asked}, timeout=0.2)
@@ -161,6 +170,7 @@ async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
     engine.weight_version = "5"
     await until(lambda: not client.paused)
     assert engine._going.is_set()
+    assert await told(again) == 5
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
