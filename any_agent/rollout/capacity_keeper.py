@@ -22,7 +22,7 @@ from any_agent.rollout.rank_clients import RANK_ENDED, RankClients
 
 log = logging.getLogger(__name__)
 
-TTL = 15.0  # seconds after its last message until a rank admits nothing more
+_TTL = 15.0  # seconds after its last message until a rank admits nothing more
 _INTERVAL = 1.0
 _ANSWER_TIMEOUT = 1.0  # seconds for which the other ranks wait for one rank's reply
 _RETRY_FOR = 5.0  # seconds for which one message is repeated; the next one has the newest leases
@@ -180,7 +180,7 @@ class CapacityKeeper:
         try:
             connection.now = await self._ranks.clients[rank].set_capacity(
                 limit=limit,
-                ttl=TTL,
+                ttl=_TTL,
                 owner=self._owner,
                 held=self._held(rank),
                 number=next(self._numbers),

@@ -1,4 +1,4 @@
-"""Weight updates on an engine that dies, and what a rank then says of its version."""
+"""An engine that dies, at the start or in a weight update; what a rank then says of its version."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import Conflict, EngineUnavailable
 from proxy_ext.__main__ import check_engine
 from tests.support.errors import fails_with
-from tests.support.proxy import Proxy, until
+from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -22,6 +23,29 @@ async def publish(proxy: Proxy, version: int) -> None:
 
 async def told(proxy: Proxy) -> int:
     return int((await proxy.http.get("/rl/v1/version")).json()["version"])
+
+
+async def test_an_engine_that_died_before_the_start_is_waited_for(
+    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_vain, context_length = asyncio.Event(), SGLangEngine.context_length
+
+    async def asked(client: SGLangEngine) -> int:
+        try:
+            return await context_length(client)
+        except EngineUnavailable:
+            in_vain.set()
+            raise
+
+    monkeypatch.setattr(SGLangEngine, "context_length", asked)
+    await engine.die()
+    starting = asyncio.create_task(start(engine_wait=LIMIT))
+    async with asyncio.timeout(LIMIT):
+        await in_vain.wait()
+        await engine.revive()
+        proxy = await starting
+    session = await proxy.open(mode="eval")
+    assert (await proxy.call(session["api_key"])).status_code == 200
 
 
 async def test_a_resume_that_fails_is_made_good_when_the_engine_is_back(

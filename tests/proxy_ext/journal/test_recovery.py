@@ -38,21 +38,6 @@ async def test_an_open_session_goes_on_exactly(
     assert len(trajectory.interactions) == 3
 
 
-async def test_half_a_group_goes_on(start: Start, proxy: Proxy) -> None:
-    first = await proxy.finished_session(task_id="t", group_size=3)
-    still_open = await proxy.open(task_id="t", group_size=3)
-    again = await start()
-    now = await again.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (3, 1, 1)
-    # Slots that the group has do not need the trainer.
-    third = await again.open(task_id="t", group_size=3)
-    assert third["group_id"] == first["group_id"]
-    for session in (still_open, third):
-        await again.complete(session["api_key"])
-        await again.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
-    assert len(await again.lease()) == 3
-
-
 async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> None:
     first = await proxy.finished_session(group_id="g", group_size=2)
     await proxy.export(first["session_id"])
