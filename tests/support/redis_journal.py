@@ -52,6 +52,13 @@ async def put(journal: Journal, *names: str) -> None:
         await journal.commit(PutSession(make_row(name)))
 
 
+async def begun(folder: Path, url: str, *names: str) -> SQLiteJournal:
+    """Open the first machine's journal, and put sessions into it."""
+    journal = Machine(folder, url, "a").open()
+    await put(journal, *names)
+    return journal
+
+
 async def ids(journal: Journal) -> list[str]:
     return [row.id for row in await journal.sessions(list(SessionState))]
 

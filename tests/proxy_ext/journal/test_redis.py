@@ -18,6 +18,7 @@ from tests.support.journal_contract import check_journal
 from tests.support.redis_journal import (
     LEASE,
     Machine,
+    begun,
     elsewhere,
     ids,
     log_key,
@@ -85,8 +86,7 @@ async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) 
 
 async def test_an_append_without_an_answer_is_undone(tmp_path: Path, server: RedisServer) -> None:
     """The server runs it after its caller was told that nothing was recorded. Reads do not wait."""
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     server.pause()
     write = asyncio.create_task(put(journal, "unanswered"))
     await asyncio.sleep(0.1)
@@ -130,8 +130,7 @@ async def test_a_cancelled_write_is_over_when_its_caller_is(
 async def test_a_full_server_loses_nothing_acknowledged(
     tmp_path: Path, server: RedisServer
 ) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     with server.client() as client:
         client.config_set("maxmemory", "1mb")
         with pytest.raises(StoreFull):

@@ -16,7 +16,7 @@ import pytest
 
 from any_agent.errors import StartupError
 from proxy_ext.journal.statements import set_place
-from tests.support.redis_journal import Machine, elsewhere, ids, log_key, put, stop
+from tests.support.redis_journal import Machine, begun, elsewhere, ids, log_key, put, stop
 from tests.support.redis_server import RedisServer
 
 
@@ -38,8 +38,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
 
 async def lost_machine(folder: Path, server: RedisServer) -> Path:
     """A machine that is lost after three sessions; return the run's snapshot."""
-    journal = Machine(folder, server.url, "a").open()
-    await put(journal, "s1", "s2", "s3")
+    journal = await begun(folder, server.url, "s1", "s2", "s3")
     stop(journal)
     (snapshot,) = (folder / "runs").rglob("*.snapshot")
     return snapshot

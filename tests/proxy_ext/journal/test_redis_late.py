@@ -17,6 +17,7 @@ from tests.support.journal import FailingCommit, make_interaction
 from tests.support.redis_journal import (
     Late,
     Machine,
+    begun,
     elsewhere,
     ids,
     log_key,
@@ -35,8 +36,7 @@ def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_late_retract_undoes_nothing_newer(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     journal.keeper.take()  # type: ignore[union-attr]
     append = Late(journal, scripts.APPEND)
     with pytest.raises(StoreUnavailable):
@@ -55,8 +55,7 @@ async def test_a_late_retract_undoes_nothing_newer(tmp_path: Path, server: Redis
 
 
 async def test_a_late_seed_empties_no_newer_log(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     seed = Late(journal, scripts.SEED)
     with server.client() as client:
         client.flushall()
@@ -72,8 +71,7 @@ async def test_a_late_seed_empties_no_newer_log(tmp_path: Path, server: RedisSer
 
 
 async def test_a_late_snapshot_replaces_no_newer_one(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     keeper: Any = journal.keeper
     snapshot = Late(journal, scripts.SNAPSHOT)
     with pytest.raises(redis.TimeoutError):
@@ -90,8 +88,7 @@ async def test_a_late_snapshot_replaces_no_newer_one(tmp_path: Path, server: Red
 async def test_what_the_file_did_not_commit_is_not_in_the_log(
     what: str, tmp_path: Path, server: RedisServer
 ) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1", "s2")
+    journal = await begun(tmp_path, server.url, "s1", "s2")
     journal.writer.connection = FailingCommit(journal.writer.connection)  # type: ignore[assignment]
     with pytest.raises(StoreUnavailable):
         await (journal.trim() if what == "trim" else put(journal, "failed"))
@@ -135,8 +132,7 @@ async def test_a_process_that_wakes_after_the_server_lost_everything(
     tmp_path: Path, server: RedisServer
 ) -> None:
     """A person let another machine begin anew: the first must not take the log back."""
-    asleep = Machine(tmp_path, server.url, "a").open()
-    await put(asleep, "s1")
+    asleep = await begun(tmp_path, server.url, "s1")
     stop(asleep)
     with server.client() as client:
         client.flushall()
@@ -156,8 +152,7 @@ async def test_erased_content_leaves_the_log_although_a_snapshot_failed(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_keeper, "SNAPSHOT_PAUSE", 0.0)
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     await journal.commit(PutInteraction(make_interaction("i1", "s1")))
     key = log_key(server)
     await until_asked(server, lambda client: client.xlen(key) == 0)

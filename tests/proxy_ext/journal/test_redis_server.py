@@ -24,6 +24,7 @@ from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.redis_journal import (
     Machine,
+    begun,
     elsewhere,
     ids,
     log_key,
@@ -124,8 +125,7 @@ async def test_a_server_that_does_not_run_is_named(tmp_path: Path, server: Redis
 async def test_a_cluster_keeps_the_journal(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:
         url = await asyncio.to_thread(make_cluster, server)
-        journal = Machine(tmp_path, url, "a").open()
-        await put(journal, "s1", "s2")
+        journal = await begun(tmp_path, url, "s1", "s2")
         await journal.close()
         assert await elsewhere(tmp_path, url) == ["s1", "s2"]
 
@@ -148,8 +148,7 @@ async def test_tls_and_a_login_that_may_do_no_more_than_it_must(tmp_path: Path) 
         with fails_with(StartupError, "certificate verify failed"):
             Machine(tmp_path, url, "a").open()
         url += f"?ssl_ca_certs={certificate}"
-        journal = Machine(tmp_path, url, "a").open()
-        await put(journal, "s1", "s2")
+        journal = await begun(tmp_path, url, "s1", "s2")
         stop(journal)
         assert await elsewhere(tmp_path, url) == ["s1", "s2"]
         await count_quotas(url)
@@ -205,8 +204,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 async def test_a_server_that_promises_less_after_a_restart(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis")
     with server:
-        journal = Machine(tmp_path, server.url, "a").open()
-        await put(journal, "s1")
+        journal = await begun(tmp_path, server.url, "s1")
         server.kill()
         with RedisServer(server.folder, "--appendfsync", "everysec", port=server.port):
             await until_refused(journal, "may lose its last second")
@@ -248,8 +246,7 @@ async def test_a_failover_loses_nothing_acknowledged(tmp_path: Path) -> None:
 @pytest.mark.service
 async def test_a_failover_to_a_server_that_promises_less(tmp_path: Path) -> None:
     with pair_with_sentinel(tmp_path, "--appendfsync", "everysec") as (one, two, url):
-        journal = Machine(tmp_path, url, "a").open()
-        await put(journal, "s1")
+        journal = await begun(tmp_path, url, "s1")
         await until_asked(two, lambda client: client.exists(log_key(one)))
         one.kill()
         await until_refused(journal, "may lose its last second")

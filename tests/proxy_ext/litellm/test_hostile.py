@@ -14,10 +14,9 @@ import pytest_asyncio
 from tests.support import litellm
 from tests.support.fake_provider import Provider
 from tests.support.frozen import BODIES, refused
+from tests.support.proxy import HELLO
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
-
-HELLO = [{"role": "user", "content": "Hello."}]
 
 
 class Rank(litellm.Rank):

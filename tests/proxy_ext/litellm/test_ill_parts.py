@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import litellm
 from tests.support.ports import own_port
+from tests.support.proxy import HELLO
 
 pytestmark = pytest.mark.service
 
@@ -35,7 +36,6 @@ raises, blocks = Raises(), Blocks()
 WAITING = 4
 UNANSWERED = 64  # events that the process of the callbacks is given before it answers one
 SESSIONS = 40
-HELLO = [{"role": "user", "content": "Hello."}]
 
 
 async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(

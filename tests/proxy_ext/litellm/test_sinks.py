@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import litellm
 from tests.support.otlp import Collector, collector, values
+from tests.support.proxy import HELLO
 
 __all__ = ["collector"]
 pytestmark = pytest.mark.service
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.service
 LANGFUSE, OTLP = "/api/public/otel/v1/traces", "/v1/traces"
 ABOUT, PREFIX = "user_api_key_auth_metadata", "langfuse.observation.metadata."
 USAGE, CALL = "langfuse.observation.usage_details", "litellm_call_id"
-HELLO = [{"role": "user", "content": "Hello."}]
 
 
 @pytest.fixture

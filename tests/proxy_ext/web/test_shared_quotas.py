@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -64,19 +64,9 @@ class Run:
 
 
 @pytest.fixture
-async def runs() -> AsyncIterator[Callable[[RedisServer, str], Run]]:
+async def run(server: RedisServer) -> AsyncIterator[Run]:
     async with AsyncExitStack() as stack:
-        yield lambda server, name: Run(server, name, stack)
-
-
-@pytest.fixture
-def run(shared_server: RedisServer, runs: Callable[[RedisServer, str], Run], request: Any) -> Run:
-    return runs(shared_server, f"user/experiment/{request.node.name}")
-
-
-@pytest.fixture
-def own_run(server: RedisServer, runs: Callable[[RedisServer, str], Run]) -> Run:
-    return runs(server, "user/experiment/trial")
+        yield Run(server, "user/experiment/trial", stack)
 
 
 def round_trips(rank: QuotaRank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -267,7 +257,7 @@ async def test_a_call_costs_one_round_trip_and_an_operator_none(
     await rank.quotas.require_tokens("alice")
     assert seen == [1]
     with run.server.client() as client:
-        (key,) = client.keys("*one_round_trip*:rates")
+        (key,) = client.keys("*:rates")
         assert 0 < client.pttl(key) <= 1002, "a bucket that is full needs no key"
     rank.quotas.charge_tokens("alice", 7)
     await rank.settled()
@@ -291,12 +281,12 @@ async def test_a_call_costs_one_round_trip_and_an_operator_none(
 # -- a Redis that is away --------------------------------------------------------------------------
 
 
-async def test_without_redis_each_rank_enforces_its_share(own_run: Run) -> None:
-    ranks = await own_run.ranks(open_sessions=LIMIT, requests_per_second=RATE)
+async def test_without_redis_each_rank_enforces_its_share(run: Run) -> None:
+    ranks = await run.ranks(open_sessions=LIMIT, requests_per_second=RATE)
     first, second, *others = ranks
     assert [await first.begin() for _ in range(60)] == [True] * 60
     assert all(await asyncio.gather(*(second.ask() for _ in range(240))))
-    own_run.server.kill()
+    run.server.kill()
     for rank in ranks:
         held = rank.held()
         assert [await rank.begin() for _ in range(20)].count(True) == max(0, SHARE - held)
@@ -305,44 +295,44 @@ async def test_without_redis_each_rank_enforces_its_share(own_run: Run) -> None:
         await first.quotas.begin_open("alice")
     # The bucket was nearly empty, and so is each rank's share of what was left.
     assert [await second.ask() for _ in range(40)].count(True) < 20
-    own_run.server.start()
+    run.server.start()
     assert not await others[0].begin(), "it asks Redis again only when it reconciles"
     for rank in ranks:
         await rank.reconcile()
         assert rank.quotas.exact
-    assert own_run.total == 60 + 7 * SHARE
+    assert run.total == 60 + 7 * SHARE
     assert not any([await rank.begin() for rank in ranks])
     first.end(52)
     await first.settled()
-    assert own_run.total == 60 + 7 * SHARE - 52 == LIMIT - 1
+    assert run.total == 60 + 7 * SHARE - 52 == LIMIT - 1
     assert [await rank.begin() for rank in ranks].count(True) == 1
 
 
-async def test_a_redis_that_lost_everything_is_told_again(own_run: Run) -> None:
+async def test_a_redis_that_lost_everything_is_told_again(run: Run) -> None:
     first, second = (
-        await own_run.rank(0, open_sessions=LIMIT),
-        await own_run.rank(1, open_sessions=LIMIT),
+        await run.rank(0, open_sessions=LIMIT),
+        await run.rank(1, open_sessions=LIMIT),
     )
     for _ in range(30):
         assert await first.begin()
-    with own_run.server.client() as client:
+    with run.server.client() as client:
         client.flushall()
         client.script_flush()
     assert await second.begin()
-    assert own_run.total == 1
+    assert run.total == 1
     first.now += shared_quotas.REFRESH_SECONDS
     await first.reconcile()
-    assert own_run.total == 31
+    assert run.total == 31
 
 
 async def test_a_redis_that_hangs_holds_up_the_first_request_only(
-    own_run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = await own_run.rank(open_sessions=LIMIT, requests_per_second=RATE)
+    rank = await run.rank(open_sessions=LIMIT, requests_per_second=RATE)
     rank.quotas.timeout = shared_quotas.TIMEOUT
     assert await rank.begin()
     seen = round_trips(rank, monkeypatch)
-    own_run.server.pause()
+    run.server.pause()
     waits = []
     for _ in range(5):
         began = time.monotonic()
@@ -358,27 +348,25 @@ async def test_a_redis_that_hangs_holds_up_the_first_request_only(
     assert rank.quotas.pump is not None and not rank.quotas.pump.done()
     await rank.settled()
     assert (len(seen), rank.quotas.exact) == (2, False)
-    own_run.server.go_on()
+    run.server.go_on()
     rank.quotas.timeout = LONG
     await rank.reconcile()
     # What it was asked while it hung has been done by now, and counts no more.
     assert rank.quotas.exact
-    assert own_run.total == rank.held() == 6
+    assert run.total == rank.held() == 6
 
 
-async def test_a_cluster_shares_quotas_and_a_wrong_password_does_not(
-    tmp_path: Path, runs: Callable[[RedisServer, str], Run]
-) -> None:
+async def test_a_cluster_shares_quotas_and_a_wrong_password_does_not(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:
-        run = runs(server, "user/experiment/trial")
         server.url = make_cluster(server)
+        stack = AsyncExitStack()
+        run = Run(server, "user/experiment/trial", stack)
         ranks = await run.ranks(open_sessions=2, requests_per_second=RATE)
         opened = [await rank.begin(t) for t in ("alice", "bob") for rank in ranks]
         assert opened == [True, True, *[False] * 6] * 2
         assert all([await rank.ask() for rank in ranks])
         assert all(rank.quotas.exact for rank in ranks)
-        for rank in ranks:
-            await rank.close()
+        await stack.aclose()
         with redis.Redis(port=server.port) as client:
             client.config_set("requirepass", "right")
         wrong = QuotaRank(f"redis://:wrong@127.0.0.1:{server.port}", "u/e/t", open_sessions=8)
