@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from tests.support import litellm
 from tests.support.frozen import ANSWER_USD, PRICE, refused
-from tests.support.proxy import HELLO
+from tests.support.proxy import HELLO, until
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -57,15 +57,15 @@ class Rank(litellm.Rank):
 
     async def spent(self, key: str, *, rows: int = 1) -> list[dict[str, Any]]:
         """Return the rows of LiteLLM's log for a key, once there are so many."""
-        async with asyncio.timeout(20):
-            while True:
-                text = (self.folder / "spending.jsonl").read_text()
-                found = [json.loads(line) for line in text.splitlines()]
-                # Refusals have rows, too, without a cost.
-                found = [r for r in found if r["api_key"] == hash_of(key) and r["spend"]]
-                if len(found) >= rows:
-                    return found
-                await asyncio.sleep(0.05)
+
+        def found() -> list[dict[str, Any]] | None:
+            text = (self.folder / "spending.jsonl").read_text()
+            lines = [json.loads(line) for line in text.splitlines()]
+            # Refusals have rows, too, without a cost.
+            of_key = [r for r in lines if r["api_key"] == hash_of(key) and r["spend"]]
+            return of_key if len(of_key) >= rows else None
+
+        return list(await until(found))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -188,11 +188,7 @@ async def test_callbacks_learn_of_the_key_and_metrics_count_what_was_charged(ran
     _, key = await rank.opened("sk-rich")
     answer = await rank.call(key)
     id = answer.headers["x-any-agent-interaction"]
-    async with asyncio.timeout(30):
-        while True:
-            if found := [line for line in rank.told() if line["id"] == id]:
-                break
-            await asyncio.sleep(0.05)
+    found = await until(lambda: [line for line in rank.told() if line["id"] == id])
     assert [line["about"]["user_api_key"] for line in found] == [hash_of("sk-rich")]
     text = (await rank.http.get("/metrics")).text
     counted = [line for line in text.splitlines() if line.startswith("any_agent_litellm_events")]

@@ -19,7 +19,7 @@ from any_agent.types import Interaction
 from proxy_ext.journal.reader import ExportFilter, JournalReader, StoredSession
 from tests.support import litellm
 from tests.support.frozen import ANSWER_USD, BODIES, PRICE, refused
-from tests.support.proxy import HELLO
+from tests.support.proxy import HELLO, until
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,12 +50,6 @@ class Rank(litellm.Rank):
             journal.close()
         (found,) = [s for s in stored if isinstance(s, StoredSession) and s.row.id == session_id]
         return found.interactions
-
-    async def await_told(self, holds: Any) -> list[dict[str, Any]]:
-        async with asyncio.timeout(30):
-            while not holds(lines := self.told()):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        return lines
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -226,9 +220,7 @@ async def test_a_client_that_leaves_ends_the_call_at_the_provider(rank: Rank) ->
             headers=key,
             timeout=1.0,
         )
-    async with asyncio.timeout(5):
-        while rank.provider.left == before:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: rank.provider.left > before)
 
 
 # -- its other routes ---------------------------------------------------------------------------
@@ -298,9 +290,7 @@ async def test_calls_at_other_routes_are_bounded_with_the_others(rank: Rank) -> 
     async with asyncio.TaskGroup() as group:
         images = [group.create_task(paint()) for _ in range(MAX_CALLS)]
         try:
-            async with asyncio.timeout(10):
-                while len(rank.provider.requests) < before + MAX_CALLS:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until(lambda: len(rank.provider.requests) == before + MAX_CALLS)
             refused(await paint(), 429, "too_many_calls")
             refused(await rank.chat(key, "planner"), 429, "too_many_calls")
         finally:
@@ -372,10 +362,11 @@ async def test_callbacks_see_the_cost_of_each_of_the_policys_calls(rank: Rank) -
     answer = await rank.chat(key, "policy", messages=talk, max_tokens=4, stream=True)
     assert answer.status_code == 200
 
-    def mine(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [line for line in lines if line["about"].get("session_id") == id]
+    def mine() -> list[dict[str, Any]]:
+        return [line for line in rank.told() if line["about"].get("session_id") == id]
 
-    lines = mine(await rank.await_told(lambda lines: len(mine(lines)) >= 2))
+    await until(lambda: len(mine()) >= 2)
+    lines = mine()
     assert [line["about"]["any_agent_event"] for line in lines] == ["completion"] * 2
     ordered = sorted(lines, key=lambda line: len(line["messages"]))
     for line, interaction in zip(ordered, rank.recorded(id), strict=True):
