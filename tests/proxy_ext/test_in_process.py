@@ -208,7 +208,7 @@ async def test_what_was_on_its_way_to_one_that_left_is_the_next_ones(
     assert not proxy.service.sessions.lease_index.leased and len(app.session_cache) == 0
 
 
-async def test_what_an_episode_is_not_run_on(start: Start) -> None:
+async def test_an_episode_on_anything_else_is_refused(start: Start) -> None:
     proxy, other = await start(), object()
     workflow = ProxyWorkflow(proxy.front)
     with fails_with(ConfigError, "arun_episode(engine, None)"):

@@ -62,7 +62,7 @@ def test_every_family_is_read_without_torch_as_with_it() -> None:
 
 
 @pytest.mark.service
-def test_what_is_there_already_stays() -> None:
+def test_modules_that_are_loaded_already_stay() -> None:
     code = """
 import sys
 import openai, torch

@@ -77,7 +77,9 @@ async def test_sessions_balance_and_survive_a_restart(start: Start, proxy: Proxy
     assert other("any_agent_sessions_created_total", rank="1") == 0, "ranks share nothing"
 
 
-async def test_calls_tokens_and_continuations(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_calls_tokens_and_continuations_are_counted(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     chat = proxy.service.completer.chat
     session = await proxy.open()
     key = session["api_key"]
@@ -116,7 +118,7 @@ async def test_calls_tokens_and_continuations(proxy: Proxy, engine: ScriptedEngi
     assert now("any_agent_journal_commit_seconds_count") >= 6
 
 
-async def test_why_interactions_are_never_trained_on(proxy: Proxy) -> None:
+async def test_untrainable_interactions_are_counted_by_reason(proxy: Proxy) -> None:
     train, graded = await proxy.open(), await proxy.open(mode="eval")
     for asked in (
         {},
@@ -181,7 +183,7 @@ async def test_calls_without_a_session_are_counted_apart(start: Start) -> None:
     assert now("any_agent_interactions_total") == 0
 
 
-async def test_slots_and_refused_opens(start: Start) -> None:
+async def test_slots_and_refused_opens_are_counted(start: Start) -> None:
     proxy = await start()
     await proxy.admit(3)
     await proxy.open(task_id="t", group_size=2)

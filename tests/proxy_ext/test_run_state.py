@@ -71,7 +71,9 @@ async def test_a_resume_that_fails_is_made_good_when_the_engine_is_back(
     assert await told(proxy) == 2
 
 
-async def test_a_pause_of_an_engine_that_is_away(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_an_engine_that_was_away_in_a_pause_resumes(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     await engine.die()
     with pytest.raises(EngineUnavailable):
         await proxy.client.pause(ttl=600)
@@ -110,7 +112,9 @@ async def test_a_pause_after_a_failed_resume_holds(
     await asked
 
 
-async def test_weights_that_were_lost_with_the_engine(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_weights_that_were_lost_with_the_engine_are_not_told_as_served(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     """It loaded version 5, died before it was resumed, and came back with 4."""
     await proxy.client.pause(ttl=600)
     engine.weight_version = "5"
@@ -130,7 +134,7 @@ async def test_weights_that_were_lost_with_the_engine(proxy: Proxy, engine: Scri
     assert await told(proxy) == 5
 
 
-async def test_an_engine_that_came_back_with_newer_weights(
+async def test_an_engine_that_came_back_with_newer_weights_is_told_as_that(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     """They were published to disk, and the trainer has not told of them yet."""
@@ -198,7 +202,7 @@ async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_engine_that_falls_back_within_an_answer(
+async def test_an_answer_whose_versions_fall_back_is_not_recorded(
     proxy: Proxy, engine: ScriptedEngine, stream: bool
 ) -> None:
     """Nothing of an answer is recorded whose versions cannot be."""

@@ -48,7 +48,7 @@ async def exhausted(
     raise AssertionError("it never ended")
 
 
-async def test_open_sessions_of_a_tenant(start: Start) -> None:
+async def test_a_tenant_opens_no_more_sessions_than_its_quota(start: Start) -> None:
     proxy = await start(ADMIN, "server.tenant_open_sessions=4", "server.ranks=1")
     tenants = Tenants(proxy)
     alice, bob = tenants.key("alice", open_sessions=2), tenants.key("bob")
@@ -109,7 +109,7 @@ async def test_an_open_that_waits_counts_and_holds_nobody_up(start: Start) -> No
     assert [(await task).status_code for task in (*waits, third)] == [200] * 3
 
 
-async def test_requests_of_a_tenant_and_of_its_sessions(start: Start) -> None:
+async def test_requests_of_a_tenant_and_of_its_sessions_count_together(start: Start) -> None:
     proxy = await start(ADMIN, "server.ranks=1")
     tenants = Tenants(proxy)
     # So slow that the test does not meet a refill.
@@ -138,7 +138,7 @@ async def test_requests_of_a_tenant_and_of_its_sessions(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_of_a_tenant(start: Start, stream: bool) -> None:
+async def test_a_tenants_calls_wait_until_their_tokens_are_paid(start: Start, stream: bool) -> None:
     proxy = await start(ADMIN, "server.ranks=1")
     tenants = Tenants(proxy)
     alice = tenants.key("alice", tokens_per_second=1)

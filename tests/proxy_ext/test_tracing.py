@@ -83,7 +83,7 @@ async def test_a_session_is_a_trace(
     assert ASKED not in str(collector.spans), "content is off by default"
 
 
-async def test_content_if_it_is_asked_for(
+async def test_content_is_traced_if_it_is_asked_for(
     start: Start, tmp_path: Path, collector: Collector
 ) -> None:
     wanted = (f"tracing.endpoint={collector.url}/v1/traces", "tracing.content=true")
@@ -145,7 +145,9 @@ def test_a_tool_call_and_its_answer_are_parts(tmp_path: Path) -> None:
     ("url", "why"),
     [("collector:4318", "https URL"), ("http://me:secret@c/v1/traces", "OTLP_HEADERS")],
 )
-def test_an_endpoint_that_is_none(tmp_path: Path, url: str, why: str) -> None:
+def test_an_endpoint_that_is_none_is_refused_without_its_secret(
+    tmp_path: Path, url: str, why: str
+) -> None:
     with fails_with(ConfigError, why) as refused:
         config_for(tmp_path, f"tracing.endpoint={url}")
     assert "secret" not in refused.value.message

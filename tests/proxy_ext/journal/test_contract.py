@@ -31,7 +31,7 @@ async def test_the_documents_journal_keeps_the_contract() -> None:
     await check_journal(lambda: open_journal("memory://contract"))
 
 
-async def test_a_rank_on_the_journal_of_the_document(start: Start) -> None:
+async def test_a_rank_runs_on_the_journal_of_the_document(start: Start) -> None:
     run_code_of("Add a journal")
     url = "memory://rank-0"
     proxy = await start(journal_url=url)

@@ -158,7 +158,7 @@ async def test_a_session_whose_row_is_damaged_is_ended_at_the_next_start(
     await journal.close()
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
     newer = tmp_path / "newer.sqlite"
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version = 99")

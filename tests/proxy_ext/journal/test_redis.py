@@ -144,7 +144,9 @@ async def test_a_full_server_loses_nothing_acknowledged(
     assert await elsewhere(tmp_path, server.url) == ["s1", "s3"]
 
 
-async def test_an_emptied_server_and_a_lost_machine(tmp_path: Path, server: RedisServer) -> None:
+async def test_an_emptied_server_lets_no_other_machine_begin_with_nothing(
+    tmp_path: Path, server: RedisServer
+) -> None:
     """Another machine does not begin with nothing: it names the last home."""
     first, second = (Machine(tmp_path, server.url, name) for name in "ab")
     journal = first.open()

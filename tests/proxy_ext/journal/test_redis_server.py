@@ -38,7 +38,9 @@ from tests.support.waiting import until
 
 
 @pytest.mark.service
-async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> None:
+async def test_no_write_is_acknowledged_without_the_replicas_that_are_wanted(
+    tmp_path: Path, server: RedisServer
+) -> None:
     machine = Machine(tmp_path, server.url, "a")
     with fails_with(ConfigError, "journal_replicas is 1", "has 0"):
         machine.open(replicas=1)

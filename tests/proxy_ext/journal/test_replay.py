@@ -68,7 +68,7 @@ async def test_a_step_is_taken_again_as_it_was_and_again_after_a_restart(
     assert one not in proxy.service.sessions.live
 
 
-async def test_finalized_ones_and_those_of_another_trainer(proxy: Proxy) -> None:
+async def test_a_replay_takes_over_what_another_trainer_had(proxy: Proxy) -> None:
     waiting = (await proxy.finished_session())["session_id"]
     assert [t.session_id for t in await replay(proxy, waiting, owner="first")] == [waiting]
     assert [t.session_id for t in await replay(proxy, waiting)] == [waiting]
@@ -102,7 +102,9 @@ async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> Non
         await proxy.client.request("POST", "/lease", {"owner": "next", "replay": True})
 
 
-async def test_given_back_they_are_handed_out_as_their_group(proxy: Proxy) -> None:
+async def test_replayed_sessions_that_are_given_back_are_handed_out_as_their_group(
+    proxy: Proxy,
+) -> None:
     """The trainer that replayed them died, too."""
     one, two = await group_of(proxy, "g")
     await proxy.lease(owner="first")

@@ -114,7 +114,7 @@ async def test_erased_content_is_nowhere_on_disk(journal: SQLiteJournal, tmp_pat
     assert len(await journal.interactions("s2")) == 1
 
 
-async def test_erased_content_that_somebody_reads(
+async def test_erased_content_that_somebody_reads_leaves_with_the_reader(
     journal: SQLiteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves the log when the reader does; until then nothing waits for long."""

@@ -135,7 +135,7 @@ async def test_a_late_end_does_not_say_that_anothers_work_is_synced(
         assert statements.unsynced_by(connection) is None
 
 
-async def test_a_loss_of_power_and_the_log(
+async def test_an_unsynced_file_does_not_begin_a_lost_log_anew(
     tmp_path: Path, server: RedisServer, another_boot: Callable[[], None]
 ) -> None:
     """Refuse to begin with a file that nobody has whole."""
@@ -155,7 +155,7 @@ async def test_a_loss_of_power_and_the_log(
     await journal.close()
 
 
-async def test_an_unsynced_file_without_its_log(
+async def test_an_unsynced_file_used_without_its_log_says_so(
     tmp_path: Path,
     server: RedisServer,
     another_boot: Callable[[], None],

@@ -117,12 +117,12 @@ async def test_a_session_of_a_key_is_counted_for_it(rank: Rank) -> None:
     assert row["model_group"] == "planner" and row["spend"] == pytest.approx(ANSWER_USD)
 
 
-async def test_a_key_calls_without_a_session(rank: Rank) -> None:
+async def test_a_key_without_a_session_calls_nothing(rank: Rank) -> None:
     refused(await rank.call("sk-other"), 401, "no_session")
     assert (await rank.call("sk-other", "planner")).status_code == 401
 
 
-async def test_a_key_over_its_budget(rank: Rank) -> None:
+async def test_a_key_over_its_budget_only_ends_what_it_has_opened(rank: Rank) -> None:
     id, key = await rank.opened("sk-poor")
     assert (await rank.call(key)).status_code == 200
     (row,) = await rank.spent("sk-poor")
@@ -150,7 +150,7 @@ async def test_a_key_over_its_budget(rank: Rank) -> None:
     assert ended.status_code == 200, ended.text
 
 
-async def test_a_key_for_other_models(rank: Rank) -> None:
+async def test_a_key_for_other_models_calls_no_policy(rank: Rank) -> None:
     _, key = await rank.opened("sk-planner-only")
     assert "'policy' is not available" in refused(await rank.call(key), 403, "forbidden")
     assert (await rank.call(key, "planner")).status_code == 200
@@ -167,7 +167,7 @@ async def test_a_key_for_other_models(rank: Rank) -> None:
         ("another", "not valid here"),
     ],
 )
-async def test_a_key_that_litellm_refuses(rank: Rank, key: str, said: str) -> None:
+async def test_a_key_that_litellm_refuses_opens_nothing(rank: Rank, key: str, said: str) -> None:
     assert said in refused(await rank.open(key), 401, "invalid_api_key")
     assert said in refused(await rank.call(key), 401, "invalid_api_key")
 

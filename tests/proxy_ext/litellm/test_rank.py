@@ -173,7 +173,7 @@ async def test_a_fallback_answers_and_is_recorded_once_with_its_usage(rank: Rank
         assert told["estimated"] is False and told["usage"]["total_tokens"] == 10
 
 
-async def test_the_policy_and_a_planner_in_one_session(rank: Rank) -> None:
+async def test_only_the_policys_calls_of_a_session_are_trained_on(rank: Rank) -> None:
     id, key = await rank.open()
     assert (await rank.chat(key, "planner")).status_code == 200
     for name in ("policy", "learner"):
@@ -244,7 +244,7 @@ async def test_the_policy_is_one_of_its_models(rank: Rank) -> None:
     assert areals == {"status": "ok", "workers": 1}
 
 
-async def test_its_ui_is_an_admins(rank: Rank) -> None:
+async def test_its_ui_is_for_admins_alone(rank: Rank) -> None:
     page = await rank.http.get("/ui/")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     found = re.search(r'src="(/[^"]*_next/[^"]*)"', page.text)

@@ -112,7 +112,7 @@ def test_an_entry_of_the_policy_names_it_and_other_names_are_refused(tmp_path: P
     assert config.model.policy_names == () and config.model.unknown_model == "policy"
 
 
-def test_where_a_database_is_named() -> None:
+def test_a_database_is_found_where_litellm_looks_for_it() -> None:
     url = "postgresql://ann:secret@127.0.0.1/litellm"
     named = {"general_settings": {"database_url": url}}
     referred = {"general_settings": {"database_url": "os.environ/URL"}}
@@ -148,7 +148,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         LiteLLMConfig(policy_guardrails=("a",), policy_vetoes=("a", "b"))
 
 
-def test_what_is_an_outage() -> None:
+def test_only_what_passes_is_an_outage() -> None:
     assert is_outage(ConnectionRefusedError())
     wrapped = RuntimeError("database")
     wrapped.__cause__ = TimeoutError()

@@ -134,7 +134,7 @@ async def test_never_more_open_than_the_limit(run: Run) -> None:
     assert run.total == 0
 
 
-async def test_all_of_the_limit_at_one_rank(run: Run) -> None:
+async def test_one_rank_may_use_all_of_the_limit(run: Run) -> None:
     first, second = await run.rank(0, open_sessions=LIMIT), await run.rank(1, open_sessions=LIMIT)
     assert [await first.begin() for _ in range(LIMIT)] == [True] * LIMIT
     with pytest.raises(TooManyRequests) as refused:
