@@ -200,8 +200,8 @@ async def measure_quotas(redis_: Servers, args: argparse.Namespace) -> tuple[flo
     ]
 
     async def settled(quotas: SharedQuotas) -> None:
-        while quotas._pump is not None and not quotas._pump.done():
-            await quotas._pump
+        while quotas.pump is not None and not quotas.pump.done():
+            await quotas.pump
 
     memory, cpu = redis_.memory(), redis_.cpu()
     for quotas in ranks:
@@ -311,7 +311,7 @@ async def measure_storm(
     renewing.start()
     for journal in first:
         # Nothing renews its lease, or will end it.
-        journal._keeper._closed.set()  # type: ignore[attr-defined]
+        journal.keeper.closed.set()  # type: ignore[attr-defined]
         journal.stats.lost = "its machine is lost"
     shutil.rmtree(folder / "a")
     began, times, found = time.perf_counter(), [], 0

@@ -66,7 +66,7 @@ def _start(args: argparse.Namespace) -> int:
     return _serve(config, args, listener)
 
 
-async def _check_engine(config: Config, url: str, wait: float, shape: ModelFingerprint) -> None:
+async def check_engine(config: Config, url: str, wait: float, shape: ModelFingerprint) -> None:
     """Check the engine before the slow imports.
 
     StartupError if it does not answer in time, ConfigError if it serves another model or has a
@@ -115,7 +115,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     asyncio.run(require_passing(chat, config, training=args.training))
     asyncio.run(check_grader(config.sessions))
     shape = shape_of(args.model_path or config.model.path)
-    asyncio.run(_check_engine(config, args.engine_url, args.engine_wait, shape))
+    asyncio.run(check_engine(config, args.engine_url, args.engine_wait, shape))
     app = create_app(
         config,
         chat,

@@ -41,7 +41,7 @@ class Authenticator:
         """``litellm`` judges the keys that are none of the service's."""
         self._sessions = sessions
         self._quotas = quotas
-        self._litellm = litellm
+        self.litellm = litellm
         self.access = access
 
     async def admit(self, request: Request) -> Caller:
@@ -50,7 +50,7 @@ class Authenticator:
         LiteLLM judges a key that is none of the service's. Raises its refusal, Unauthenticated for
         a key that is not valid here, and TooManyRequests beyond the tenant's quota.
         """
-        if self._litellm is not None and PREFIX_SCOPE_KEY not in request.scope:
+        if self.litellm is not None and PREFIX_SCOPE_KEY not in request.scope:
             virtual = await self._virtual_caller(bearer_of(request))
             if virtual is not None:
                 request.scope[_CALLER_SCOPE_KEY] = virtual
@@ -60,10 +60,10 @@ class Authenticator:
 
     async def _virtual_caller(self, key: str) -> Caller | None:
         """Return the holder of one of LiteLLM's keys; None for a key of the service's."""
-        assert self._litellm is not None
+        assert self.litellm is not None
         if key.startswith(KEY_PREFIXES) or self.access.knows(key):
             return None
-        key_hash = await self._litellm.hash_of_key(key)
+        key_hash = await self.litellm.hash_of_key(key)
         if key_hash is None:
             return None
         who, whole = f"LiteLLM key {key_hash[:8]}", f"LiteLLM key {key_hash}"

@@ -46,9 +46,9 @@ from proxy_ext.journal.base import KeepAnswer, no_receipt
 HEADER = "idempotency-key"
 ANSWER_TTL = 24 * 3600.0
 _CLOCK = "answers.clock"
-_SWEEP_INTERVAL = 600.0
-_MAX_WAITING = 1024  # requests that wait for an equal one, over all keys
-_MAX_WAIT = 330.0  # seconds: longer than any route but polls takes
+SWEEP_INTERVAL = 600.0
+MAX_WAITING = 1024  # requests that wait for an equal one, over all keys
+MAX_WAIT = 330.0  # seconds: longer than any route but polls takes
 _MAX_PARSED_BYTES = 1 << 20
 """Longer bodies are compared byte by byte, since sorting them would block the event loop."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -142,7 +142,7 @@ class IdempotencyStore:
         self._signer = signer
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         """A lock by scope and key, while requests use it: equal ones run one at a time."""
-        self._waiting = 0
+        self.waiting = 0
         self._swept = time.monotonic()
         self._clock = _clock_at(time.time())
         self.replayed = 0
@@ -184,7 +184,7 @@ class IdempotencyStore:
 
     async def sweep(self) -> None:
         """Delete old answers, every ten minutes."""
-        if time.monotonic() - self._swept >= _SWEEP_INTERVAL:
+        if time.monotonic() - self._swept >= SWEEP_INTERVAL:
             self._swept = time.monotonic()
             await self.journal.commit(DropAnswers(self.now - ANSWER_TTL))
 
@@ -216,16 +216,16 @@ class IdempotencyStore:
             code="idempotency_busy",
             retry_after=2,
         )
-        if self._waiting >= _MAX_WAITING:
+        if self.waiting >= MAX_WAITING:
             raise busy
-        self._waiting += 1
+        self.waiting += 1
         try:
-            async with asyncio.timeout(_MAX_WAIT):
+            async with asyncio.timeout(MAX_WAIT):
                 await turn.acquire()
         except TimeoutError:
             raise busy from None
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
 
     # -- stored form: "0" or "1" (with a sealed session key), and the compressed JSON --------------
 

@@ -18,7 +18,7 @@ from proxy_ext.journal.base import EXPORT_OWNER, Journal, PutMeta, SessionRow, h
 
 log = logging.getLogger(__name__)
 
-_RESUME_INTERVAL = 1.0
+RESUME_INTERVAL = 1.0
 
 
 class EnginePauses:
@@ -207,4 +207,4 @@ class RunState:
                 log.warning(
                     "the engine could not be resumed, which will be tried again: %s", error.message
                 )
-            await asyncio.sleep(_RESUME_INTERVAL)
+            await asyncio.sleep(RESUME_INTERVAL)

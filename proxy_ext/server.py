@@ -112,7 +112,7 @@ class DrainingServer(uvicorn.Server):
             if self._heartbeat is not None:
                 self._heartbeat.stopping()
             await self._drain()
-            await self._wait_until_idle(self._drain_timeout)
+            await self.wait_until_idle(self._drain_timeout)
         except Exception:
             log.exception("the drain failed; requests under way are cut off")
         self.should_exit = True
@@ -128,7 +128,7 @@ class DrainingServer(uvicorn.Server):
             self._draining.cancel()
         if self._heartbeat is not None:
             await self._heartbeat.end()
-        await self._wait_until_idle(_FINAL_WAIT)
+        await self.wait_until_idle(_FINAL_WAIT)
         self._app.cut_off = True
         # Those that come from here on are refused by the app itself; the task of one that has just
         # come must have begun, because the app of a task that is cancelled before never answers.
@@ -138,7 +138,7 @@ class DrainingServer(uvicorn.Server):
             log.warning("%d requests were not answered in time and are cut off", cut)
         await super().shutdown(sockets=sockets)
 
-    async def _wait_until_idle(self, seconds: float) -> None:
+    async def wait_until_idle(self, seconds: float) -> None:
         """Wait up to ``seconds`` until no request is under way; new ones are answered, too."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -32,8 +32,8 @@ from proxy_ext.sessions.session import RecordedSession
 
 log = logging.getLogger(__name__)
 
-_MAX_WAITING = 2048  # spans
-_SEND_SECONDS = 3.0  # for one batch, its retries included
+MAX_WAITING = 2048  # spans
+SEND_SECONDS = 3.0  # for one batch, its retries included
 _SCOPE = InstrumentationScope("any_agent")
 _FAILED = {"expired", "aborted"}
 
@@ -51,13 +51,13 @@ class SessionTraces:
             {"service.name": "any-agent", "service.instance.id": part, "any_agent.run": run}
         )
         if exporter is None:
-            exporter = OTLPSpanExporter(config.tracing.endpoint, timeout=_SEND_SECONDS)
+            exporter = OTLPSpanExporter(config.tracing.endpoint, timeout=SEND_SECONDS)
             # It says of each batch what `_Counting` says once.
             logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._added = 0
         counting = _Counting(exporter, self.outcomes)
         self._processor = BatchSpanProcessor(
-            counting, max_queue_size=_MAX_WAITING, max_export_batch_size=_MAX_WAITING // 4
+            counting, max_queue_size=MAX_WAITING, max_export_batch_size=MAX_WAITING // 4
         )
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class SessionTraces:
             end_time=int(max(began, ended) * 1e9),
             instrumentation_scope=_SCOPE,
         )
-        if self._added - self.outcomes["sent"] - self.outcomes["failed"] >= _MAX_WAITING:
+        if self._added - self.outcomes["sent"] - self.outcomes["failed"] >= MAX_WAITING:
             self.outcomes["dropped"] += 1
             return
         self._added += 1

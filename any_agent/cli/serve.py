@@ -100,7 +100,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
         with told_if_slow(say, "waiting   for the checksums of the checkpoint's weights"):
             options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:
-        for line in (*listening(config, node.url), _describe_auth(config)):
+        for line in (*listening(config, node.url), describe_auth(config)):
             options.say(line)
         try:
             node.watch(until_trained=not stay)
@@ -109,7 +109,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     return 0
 
 
-def _describe_auth(config: Config) -> str:
+def describe_auth(config: Config) -> str:
     """Return a line that says whether the service requires keys."""
     from shlex import quote
 

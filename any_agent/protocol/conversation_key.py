@@ -16,7 +16,7 @@ import orjson
 
 TASK_PREFIX = "auto-"  # prefix of the names of tasks that were computed from conversations
 RANK_DIGITS = 4  # hexadecimal digits after `resp_` that name the rank which issued the id
-_HEAD = 65_536
+HEAD = 65_536
 """Characters of a text that are normalized line by line; the rest is taken unchanged, as reading
 every line of many megabytes would block the process."""
 _SYSTEM = ("system", "developer")
@@ -86,7 +86,7 @@ def _lines(texts: Sequence[str]) -> bytes:
     kept: list[str] = []
     at = size = 0
     # Blank lines are dropped, but reading them takes time.
-    while at < len(text) and size < _HEAD and at < 2 * _HEAD:
+    while at < len(text) and size < HEAD and at < 2 * HEAD:
         end = text.find("\n", at)
         end = end if end >= 0 else len(text)
         line = text[at:end].strip()

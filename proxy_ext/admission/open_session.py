@@ -85,7 +85,7 @@ class SessionOpener:
         """The least strict source of rewards that an opening with a tenant's key may name."""
         self._run = run
         self._quotas = quotas
-        self._litellm = litellm
+        self.litellm = litellm
         self._fleet = fleet
         self._largest_group = largest_group
         self._base_url = f"{public_url}/v1"
@@ -135,8 +135,8 @@ class SessionOpener:
             self._require_room(body, caller, on_grant=areal_task is not None)
             ids = await self._sessions.areal_ids.ids_of(areal_task) if areal_task else None
             lane, key, tenant, before = await self._resolve_key(body, caller, choice)
-            if self._litellm is not None:
-                await self._litellm.require_key(tenant)
+            if self.litellm is not None:
+                await self.litellm.require_key(tenant)
             default = self._default_rewards(implicit=implicit)
             rewards = self._rewards(body.rewards, before or default, caller)
             self._opening.add(lane.id)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 # costs about as much as they did, and Redis needs no more memory than twice that.
 _SNAPSHOT_BYTES = 64 << 20
 _MAX_SNAPSHOT_BYTES = 256 << 20
-_SNAPSHOT_PAUSE = 10.0  # seconds from a snapshot to one for another reason, or after a failure
+SNAPSHOT_PAUSE = 10.0  # seconds from a snapshot to one for another reason, or after a failure
 _SNAPSHOT_CHECK = 1.0  # seconds between looks at the size
 _LOG_INTERVAL = 60.0  # seconds between lines about the same failure
 
@@ -33,11 +33,11 @@ class LogKeeper:
         self.log = journal_log
         self._places = places
         self._snapshot_bytes = 0
-        self._next_snapshot = time.monotonic() + _SNAPSHOT_PAUSE
+        self._next_snapshot = time.monotonic() + SNAPSHOT_PAUSE
         # What an earlier process appended may have content that it erased since.
         self._due = True
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self.closed = threading.Event()
+        self.threads: list[threading.Thread] = []
         self._logged: dict[str, float] = {}
 
     def renew(self) -> None:
@@ -55,22 +55,22 @@ class LogKeeper:
 
     def close(self, *, snapshot: bool = True) -> None:
         """Replace the commits by a last snapshot, and let another process have the rank."""
-        self._closed.set()
-        for thread in self._threads:
+        self.closed.set()
+        for thread in self.threads:
             thread.join(30)
-        if self._threads and self.log.stats.lost is None:
+        if self.threads and self.log.stats.lost is None:
             if snapshot:
-                self._try("the last snapshot", self._take)
+                self._try("the last snapshot", self.take)
             self._try("the release of the lease", self.log.release)
         self.log.close()
 
     def _run(self, name: str, interval: float, work: Callable[[], None]) -> None:
         def run() -> None:
-            while not self._closed.wait(interval) and self.log.stats.lost is None:
+            while not self.closed.wait(interval) and self.log.stats.lost is None:
                 self._try(name, work)
 
-        self._threads.append(threading.Thread(target=run, name=name, daemon=True))
-        self._threads[-1].start()
+        self.threads.append(threading.Thread(target=run, name=name, daemon=True))
+        self.threads[-1].start()
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
         """Do it; a failure is logged, and whatever it is, the thread goes on."""
@@ -91,13 +91,13 @@ class LogKeeper:
         grown = self.log.appended_bytes - self._snapshot_bytes >= limit
         due = self._due and time.monotonic() >= self._next_snapshot
         if self.log.needs_seed or grown or due:
-            self._take()
+            self.take()
 
-    def _take(self) -> None:
+    def take(self) -> None:
         # Read first: while it is set nothing is appended, so that the copy has everything.
         seeds = self.log.needs_seed
         self._due, self._snapshot_bytes = False, self.log.appended_bytes
-        self._next_snapshot = time.monotonic() + _SNAPSHOT_PAUSE
+        self._next_snapshot = time.monotonic() + SNAPSHOT_PAUSE
         try:
             name, seq = take_snapshot(self._places)
             (self.log.seed if seeds else self.log.trim)(seq, name)

@@ -28,7 +28,7 @@ from proxy_ext.journal.statements import Line, run_lines, set_place
 log = logging.getLogger(__name__)
 
 _PREFIX = "any-agent"
-_RETRY_SECONDS = 1.0  # between tries while the server does not answer
+RETRY_SECONDS = 1.0  # between tries while the server does not answer
 _READ_AT_ONCE = 100  # commits
 _REPLICAS_MS = 1000
 
@@ -249,7 +249,7 @@ class RedisLog:
                 retry_after=10,
             )
         if not refused:
-            self._silent_until = time.monotonic() + _RETRY_SECONDS
+            self._silent_until = time.monotonic() + RETRY_SECONDS
         return self._unavailable(str(error))
 
     def _unavailable(self, reason: str) -> StoreUnavailable:

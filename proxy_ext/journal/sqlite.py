@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNPACK_BATCH = 32  # interactions that are unpacked before other tasks have their turn
-_MAX_SCANNED = 20_000  # sessions among which one page is searched
+MAX_SCANNED = 20_000  # sessions among which one page is searched
 _TRIM_BYTES = 1 << 20  # given back to the file system at once, within some milliseconds
 _MIN_FREE_BYTES = 1 << 20  # a full disk is written to again when it has this room
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
@@ -141,13 +141,13 @@ class SQLiteJournal:
 
     def __init__(self, path: Path, restored: RestoredFile | None = None) -> None:
         """Open or create the file, unless it was restored; StartupError if it cannot be used."""
-        self._path = path
+        self.path = path
         self.stats = JournalStats()
         if restored is None:
             connection, damage = open_file(path)
             if damage is not None:
                 self.stats.damaged = damage.sessions
-            self._keeper = None
+            self.keeper = None
             run, seq = place_of(connection)
             if run:
                 if (mark := unsynced_by(connection)) is not None:
@@ -163,13 +163,13 @@ class SQLiteJournal:
                 # A log that it has elsewhere will miss what is written from here on.
                 set_place(connection, run, seq + 1)
         else:
-            connection, self._keeper, self.stats.claim, unsynced = restored
+            connection, self.keeper, self.stats.claim, unsynced = restored
             connection.execute(f"PRAGMA synchronous = {'OFF' if unsynced else 'NORMAL'}")
-        commit_log = None if self._keeper is None else self._keeper.log
-        self._writer = self._reader = JournalThread(connection, path, self.stats, commit_log)
+        commit_log = None if self.keeper is None else self.keeper.log
+        self.writer = self.reader = JournalThread(connection, path, self.stats, commit_log)
         if commit_log is not None:
             # Its reads do not wait for the log's server.
-            self._reader = JournalThread(open_reader(path), path, self.stats, commit_log)
+            self.reader = JournalThread(open_reader(path), path, self.stats, commit_log)
 
     async def commit(self, *statements: Statement) -> None:
         # The costly packing of tokens happens here, not in the writer's transaction.
@@ -181,13 +181,13 @@ class SQLiteJournal:
         wipes = any(isinstance(statement, EraseContent) for statement in statements)
         lazy = all(isinstance(statement, MarkDelivered) for statement in statements)
         job = JournalJob(write, writes=True, wipes=wipes, lazy=lazy, lines=lines)
-        if self._keeper is not None:
+        if self.keeper is not None:
             job.future = _Written()
         try:
-            await self._writer.submit(job)
+            await self.writer.submit(job)
         finally:
-            if wipes and self._keeper is not None:
-                self._keeper.wipe()
+            if wipes and self.keeper is not None:
+                self.keeper.wipe()
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
         wanted = [str(state) for state in states]
@@ -264,7 +264,7 @@ class SQLiteJournal:
             if end is None:
                 (highest,) = connection.execute("SELECT MAX(number) FROM sessions").fetchone()
                 end = (highest or 0) + 1
-            lowest = max(1, end - _MAX_SCANNED)
+            lowest = max(1, end - MAX_SCANNED)
             bounds = {"lowest": lowest, "before": end, "limit": limit}
             rows = [
                 NumberedRow(
@@ -297,7 +297,7 @@ class SQLiteJournal:
                 ended = connection.execute(sealed, (session_id,)).fetchone()
             except sqlite3.DatabaseError as error:
                 if is_damage(error):
-                    mark_damaged(self._path)
+                    mark_damaged(self.path)
                     raise self._damaged(session_id, str(error)) from error
                 raise
             if ended is not None and ended[0] not in (None, len(rows)):
@@ -320,7 +320,7 @@ class SQLiteJournal:
     def _damaged(self, session_id: str, problem: str) -> SessionDamaged:
         log.error(
             "the journal %s is damaged: %s; session %s is ended, never trained on; check the disk",
-            self._path,
+            self.path,
             problem,
             session_id,
         )
@@ -376,29 +376,29 @@ class SQLiteJournal:
         return None if value is None else orjson.loads(value)
 
     async def trim(self) -> int:
-        free: int = await self._writer.submit(JournalJob(_trim, writes=True))
+        free: int = await self.writer.submit(JournalJob(_trim, writes=True))
         return free
 
     async def retry_full(self) -> None:
         if not self.stats.full:
             return
-        disk = await asyncio.to_thread(os.statvfs, self._path.parent)
+        disk = await asyncio.to_thread(os.statvfs, self.path.parent)
         if disk.f_bavail * disk.f_frsize >= _MIN_FREE_BYTES:
             with suppress(StoreUnavailable):
                 await self.commit(PutMeta("room", time.time()))
 
     def size(self) -> int:
-        files = (self._path, self._path.with_name(f"{self._path.name}-wal"))
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return sum(file.stat().st_size for file in files if file.exists())
 
     async def close(self) -> None:
-        await self._reader.close()
-        await self._writer.close()
-        if self._keeper is not None:
+        await self.reader.close()
+        await self.writer.close()
+        if self.keeper is not None:
             mark = Unsynced(boot_clock.boot_id(), self.stats.claim)
             with suppress(sqlite3.Error, OSError):  # then it is made again after another boot
-                await asyncio.to_thread(sync, self._path, mark)
-            await asyncio.to_thread(self._keeper.close)
+                await asyncio.to_thread(sync, self.path, mark)
+            await asyncio.to_thread(self.keeper.close)
 
     async def _session_rows(self, sql: str, *values: Any) -> list[SessionRow]:
         return await self._read(lambda c: [*map(session_row, c.execute(sql, values))])
@@ -412,7 +412,7 @@ class SQLiteJournal:
         return rows[0][0] if rows else None
 
     async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        result: T = await self._reader.submit(JournalJob(run, writes=False))
+        result: T = await self.reader.submit(JournalJob(run, writes=False))
         return result
 
 

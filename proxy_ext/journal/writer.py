@@ -35,7 +35,7 @@ MAX_BATCH = 512
 MAX_QUEUE = 16_384
 _LOG_INTERVAL = 60.0  # seconds between log lines about a full disk or an absent log
 _WIPE_TIMEOUT_MS = 200  # for which writes wait for other processes that read
-_WIPE_INTERVAL = 5.0  # seconds between tries to empty the log
+WIPE_INTERVAL = 5.0  # seconds between tries to empty the log
 _MIN_FREE_BYTES = 1 << 20  # a disk with less room counts as full, whatever a write's error is
 
 
@@ -235,7 +235,7 @@ class JournalThread:
                 "%s-wal still has erased content, as a reader uses it; later writes will remove it",
                 self._path,
             )
-        self._next_wipe = time.monotonic() + _WIPE_INTERVAL if busy else None
+        self._next_wipe = time.monotonic() + WIPE_INTERVAL if busy else None
 
     def _read(self, jobs: list[JournalJob]) -> None:
         outcomes: list[_Outcome] = []

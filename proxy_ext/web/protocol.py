@@ -18,8 +18,8 @@ from any_agent.runtime.open_files import HEALTH, ConnectionLimit
 from proxy_ext.web.exchange import error_response
 
 _MAX_HEAD_BYTES = 131_072  # far above the app's own limit, which answers with a better error
-_HEAD_SECONDS = 75.0
-_ANSWER_SECONDS = 5.0  # seconds in which the app answers a body that was too slow, before we close
+HEAD_SECONDS = 75.0
+ANSWER_SECONDS = 5.0  # seconds in which the app answers a body that was too slow, before we close
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -28,7 +28,7 @@ class BoundedProtocol(HttpToolsProtocol):
     limit = ConnectionLimit()
     body_seconds = 120.0
 
-    _timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None
     _in_head = True
     _head_bytes = 0
     """Bytes of an incomplete head."""
@@ -44,7 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if room == "health":
             self._crowded, self._served, self.app = True, self.app, self._only_health
-        self._close_after(_HEAD_SECONDS)
+        self.close_after(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limit.leave(self)
@@ -60,16 +60,16 @@ class BoundedProtocol(HttpToolsProtocol):
         return idle
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head and self._timer is None and not self._answering:
+        if self._in_head and self.timer is None and not self._answering:
             # The next request on an idle connection.
-            self._close_after(_HEAD_SECONDS)
+            self.close_after(HEAD_SECONDS)
         self._head_bytes += len(data) if self._in_head else 0
         super().data_received(data)
         self.limit.hear(self, used=self.cycle is not None)
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("")
-        if not self._in_head and self._timer is None:
-            self._close_after(self.body_seconds + _ANSWER_SECONDS)
+        if not self._in_head and self.timer is None:
+            self.close_after(self.body_seconds + ANSWER_SECONDS)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -108,13 +108,13 @@ class BoundedProtocol(HttpToolsProtocol):
         uvicorn closes a connection on which no request begins."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _close_after(self, seconds: float) -> None:
-        self._timer = self.loop.call_later(seconds, self.transport.close)
+    def close_after(self, seconds: float) -> None:
+        self.timer = self.loop.call_later(seconds, self.transport.close)
 
     def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 def bounded(body_timeout: float) -> type[BoundedProtocol]:

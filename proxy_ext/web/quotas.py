@@ -25,7 +25,7 @@ BURST_SECONDS = 5.0
 """Seconds of its rate that a tenant may use at once after a rest."""
 _MAX_RETRY_AFTER = 60.0  # seconds: SDKs ignore longer ones
 _SESSION_RETRY_AFTER = 5.0  # seconds until a session may have ended
-_MAX_BUCKETS = 4096
+MAX_BUCKETS = 4096
 
 
 class TokenBucket:
@@ -100,7 +100,7 @@ class TenantQuotas:
         """The ranks that share each limit."""
         self._open_sessions = open_sessions
         self._clock = clock
-        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+        self.buckets: dict[tuple[str, str], TokenBucket] = {}
         self._opening: Counter[str] = Counter()
         """Sessions that are being opened, those that wait for a slot included."""
         self.refused: Counter[str] = Counter()
@@ -139,7 +139,7 @@ class TenantQuotas:
         """
         if tenant is None:
             return OpenPlace(lambda: None)
-        self._require_sessions(tenant, self._held(tenant))
+        self._require_sessions(tenant, self.held(tenant))
         return self._begun(tenant)
 
     def require_group(self, tenant: str | None, unfilled: int) -> None:
@@ -168,7 +168,7 @@ class TenantQuotas:
         if not self._opening[tenant]:
             del self._opening[tenant]
 
-    def _held(self, tenant: str) -> int:
+    def held(self, tenant: str) -> int:
         """Return the number of a tenant's sessions that are open or being opened here."""
         return self._open_sessions(tenant) + self._opening[tenant]
 
@@ -189,13 +189,13 @@ class TenantQuotas:
         key, now = (quota, tenant), self._clock()
         rate = self._share(quota, tenant)
         if rate is None:
-            self._buckets.pop(key, None)
+            self.buckets.pop(key, None)
             return None
-        bucket = self._buckets.get(key)
+        bucket = self.buckets.get(key)
         if bucket is None:
-            if len(self._buckets) >= _MAX_BUCKETS:
+            if len(self.buckets) >= MAX_BUCKETS:
                 self._forget_full(now)
-            bucket = self._buckets[key] = TokenBucket(rate, now)
+            bucket = self.buckets[key] = TokenBucket(rate, now)
         elif bucket.rate != rate:
             # The level so far is kept.
             bucket.level(now)
@@ -204,7 +204,7 @@ class TenantQuotas:
 
     def _forget_full(self, now: float) -> None:
         """Drop full buckets, which are like new ones. Others fill up in bounded time."""
-        self._buckets = {k: b for k, b in self._buckets.items() if b.level(now) < b.capacity}
+        self.buckets = {k: b for k, b in self.buckets.items() if b.level(now) < b.capacity}
 
     def _exceeded(
         self,

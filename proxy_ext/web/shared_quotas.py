@@ -31,7 +31,7 @@ TIMEOUT = 0.25
 """Seconds that a request waits for Redis at most."""
 _GRACE = 0.05  # of these, for an answer that came while the event loop was busy
 _RETRY_SECONDS = 1.0  # between tries while Redis does not answer
-_REFRESH_SECONDS = 60.0  # after which a count is reported again, though it is the same
+REFRESH_SECONDS = 60.0  # after which a count is reported again, though it is the same
 _FRESH_SECONDS = 1.0  # for which a level of tokens is known
 _MAX_BATCH = 256  # tenants in one round trip
 _MAX_LEVELS = 4096
@@ -82,8 +82,8 @@ class SharedQuotas(TenantQuotas):
     ) -> None:
         super().__init__(limit, ranks=ranks, open_sessions=open_sessions, clock=clock)
         self._server = server
-        self._keep = max(keep, 5 * _REFRESH_SECONDS)
-        self._timeout = timeout
+        self._keep = max(keep, 5 * REFRESH_SECONDS)
+        self.timeout = timeout
         # Until the first `reconcile` has reported the sessions that the journal has.
         self._away = True
         self._said_away: bool | None = None
@@ -95,7 +95,7 @@ class SharedQuotas(TenantQuotas):
         """The sessions last reported of each tenant, and when; without those that have none."""
         self._levels: dict[str, tuple[float, float]] = {}
         """Levels of tokens, and when they were known."""
-        self._pump: asyncio.Task[None] | None = None
+        self.pump: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -167,7 +167,7 @@ class SharedQuotas(TenantQuotas):
             if now < self._retry_at:
                 return
             self._reports[_NOBODY] = None
-        refresh = 0.0 if self._away else _REFRESH_SECONDS
+        refresh = 0.0 if self._away else REFRESH_SECONDS
         for tenant in {*tenants, *self._opening, *self._reported}:
             if self._is_due(tenant, refresh):
                 self._reports[tenant] = None
@@ -178,19 +178,19 @@ class SharedQuotas(TenantQuotas):
         if self._limit(tenant, OPEN) is None:
             self._reported.pop(tenant, None)
             return False
-        held = self._held(tenant)
+        held = self.held(tenant)
         number, at = self._reported.get(tenant, (0, math.inf))
         return held != number or self._clock() - at >= refresh
 
     async def close(self) -> None:
         """Send what is left, and disconnect."""
-        if self._pump is not None and not self._pump.done():
-            await asyncio.wait([self._pump], timeout=2 * self._timeout)
-            self._pump.cancel()
+        if self.pump is not None and not self.pump.done():
+            await asyncio.wait([self.pump], timeout=2 * self.timeout)
+            self.pump.cancel()
         self._away = True
         self._give_up({})
         with suppress(*FAILURES):
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 await self._server.close()
 
     def _end_open(self, tenant: str) -> None:
@@ -210,8 +210,8 @@ class SharedQuotas(TenantQuotas):
         return future
 
     def _start(self) -> None:
-        if (self._asked or self._reports) and (self._pump is None or self._pump.done()):
-            self._pump = asyncio.create_task(self._run())
+        if (self._asked or self._reports) and (self.pump is None or self.pump.done()):
+            self.pump = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         """Send what is asked, until nothing is left."""
@@ -256,7 +256,7 @@ class SharedQuotas(TenantQuotas):
             due = tenant in self._reports
             self._reports.pop(tenant, None)
             if opens or due:
-                held, limit = self._held(tenant), self._limit(tenant, OPEN)
+                held, limit = self.held(tenant), self._limit(tenant, OPEN)
                 command = self._server.report(
                     tenant,
                     held=held,
@@ -272,11 +272,11 @@ class SharedQuotas(TenantQuotas):
         task = asyncio.ensure_future(self._server.run(commands))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            done, _ = await asyncio.wait([task], timeout=self._timeout - _GRACE)
+            done, _ = await asyncio.wait([task], timeout=self.timeout - _GRACE)
             if not done:
                 done, _ = await asyncio.wait([task], timeout=_GRACE)
             if not done:
-                raise TimeoutError(f"no answer within {self._timeout:g} s")
+                raise TimeoutError(f"no answer within {self.timeout:g} s")
             return task.result()
         finally:
             task.cancel()
@@ -312,7 +312,7 @@ class SharedQuotas(TenantQuotas):
         self._reported[tenant] = reported, self._clock()
         if not reported:
             del self._reported[tenant]
-        if self._held(tenant) != reported:
+        if self.held(tenant) != reported:
             # A client left meanwhile, or a session ended.
             self._reports[tenant] = None
 
@@ -344,5 +344,5 @@ class SharedQuotas(TenantQuotas):
 
     async def _disconnect(self) -> None:
         with suppress(*FAILURES):
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 await self._server.disconnect()

@@ -145,7 +145,7 @@ async def check(path: Path, written: Written) -> Counter[str]:
             seen["found later"] += 1
     # It goes on.
     await journal.commit(*statements(SESSIONS))
-    problems = journal._writer.connection.execute("PRAGMA integrity_check").fetchall()
+    problems = journal.writer.connection.execute("PRAGMA integrity_check").fetchall()
     if journal.stats.damaged or (path.parent / "quarantine").exists():
         assert [tuple(problem) for problem in problems] == [("ok",)]
         check_quarantine(path, before)
@@ -310,7 +310,7 @@ async def test_a_garbage_log_loses_what_followed_and_says_so(
     journal = SQLiteJournal(folder / "rank-0.sqlite")
     for number in range(SESSIONS // 2):
         await journal.commit(*statements(number))
-    execute = journal._writer.connection.execute
+    execute = journal.writer.connection.execute
     execute("PRAGMA wal_checkpoint(TRUNCATE)")
     execute("PRAGMA wal_autocheckpoint = 0")
     for number in range(SESSIONS // 2, SESSIONS):

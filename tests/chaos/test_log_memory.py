@@ -76,7 +76,7 @@ async def test_an_hour_of_load(
     bound = 2 * log_keeper._MAX_SNAPSHOT_BYTES + (0 if long else 6 << 20)
     with RedisServer(tmp_path / "redis", "--appendfsync", "no") as server, Watch(server) as watch:
         journal = Machine(tmp_path, server.url, "a").open(durability="everysec")
-        log = journal._keeper.log  # type: ignore[union-attr]
+        log = journal.keeper.log  # type: ignore[union-attr]
         sessions = itertools.count()
         await asyncio.gather(*(work(journal, sessions, calls // TURNS) for _ in range(AGENTS)))
         written = log.appended_bytes  # type: ignore[attr-defined]

@@ -49,14 +49,14 @@ def test_one_conversation_in_every_api(body: dict[str, Any]) -> None:
         {},
     ],
 )
-def test_other_conversations(body: dict[str, Any]) -> None:
+def test_another_conversation_has_another_key(body: dict[str, Any]) -> None:
     assert task_of(body) != task_of(CHAT)
 
 
 LONG = "\n".join(f"Line {k} of a long text." for k in range(20_000))
 
 
-def test_long_conversations_in_every_api() -> None:
+def test_one_long_conversation_in_every_api() -> None:
     system, asked = f"{SYSTEM}\n{LONG}", f"{LONG}\n{ASKED}"
     user = {"role": "user", "content": asked}
     spread = LONG.replace("\n", " \r\n\n", 1000)
@@ -80,7 +80,7 @@ def test_a_long_text_is_not_looked_at_line_by_line(
     line: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That would stop everybody else in the process."""
-    monkeypatch.setattr(conversation, "_HEAD", 2000)
+    monkeypatch.setattr(conversation, "HEAD", 2000)
 
     def steps(length: int) -> int:
         text = line * (length // len(line))

@@ -11,10 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.auth.access import signer_of
 from any_agent.auth.key_store import KeptScope, create_key, revoke_key
-from any_agent.cli.keys import run as run_keys
-from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
 from any_agent.launcher.trial import trial_dir
 from proxy_ext.web import permissions as scopes
@@ -83,31 +80,6 @@ async def test_a_tenant_has_its_own_sessions(closed: Proxy) -> None:
     assert alice not in str(row)
 
 
-async def test_groups_of_tenants_do_not_meet(closed: Proxy) -> None:
-    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
-    for key in (alice, bob):
-        for _ in range(2):
-            await opened(closed, key, group_id="g", group_size=2)
-    for key in (alice, bob):
-        response = await asked(closed, "POST", "/rl/v1/start_session", key, {"group_id": "g"})
-        assert response.status_code == 409, "both groups are full"
-
-
-async def test_a_lane_is_its_tenants(closed: Proxy) -> None:
-    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
-    hers = await opened(closed, alice)
-    end = f"/rl/v1/sessions/{hers['session_id']}/abort"
-    assert (await asked(closed, "POST", end, alice, {})).status_code == 200
-    again = {"api_key": hers["api_key"]}
-    response = await asked(closed, "POST", "/rl/v1/start_session", bob, again)
-    assert response.status_code == 401
-    assert (await opened(closed, alice, **again))["api_key"] == hers["api_key"]
-    # The key names the lane's newest session, and with its id an earlier one.
-    path = f"/rl/v1/sessions/{hers['session_id']}"
-    response = await asked(closed, "GET", path, hers["api_key"])
-    assert (response.status_code, response.json()["state"]) == (200, "aborted")
-
-
 async def test_a_session_that_is_not_ones_own_is_not_there(closed: Proxy) -> None:
     """The answer is the same, but for the name."""
     alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
@@ -137,21 +109,6 @@ async def test_a_session_that_is_not_ones_own_is_not_there(closed: Proxy) -> Non
         assert response.status_code in (401, 404) and name not in response.text
 
 
-async def test_keys_made_and_revoked_while_it_runs(closed: Proxy) -> None:
-    path, known = keys_of(closed), "/rl/v1/run"
-    key, kept = create_key(path, "tenant", tenant="alice")
-    assert (await asked(closed, "GET", known, key)).status_code == 200
-    session = await opened(closed, key)
-    revoke_key(path, kept.id)
-
-    async def refused() -> bool:
-        return (await asked(closed, "GET", known, key)).status_code == 401
-
-    await until(refused, "the end of the key")
-    # Its sessions go on with their own keys.
-    assert (await closed.call(session["api_key"])).status_code == 200
-
-
 async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
     proxy = await start()
     await proxy.admit(5)
@@ -168,49 +125,17 @@ async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
     assert (await asked(proxy, "GET", "/rl/v1/capacity", "DUMMY")).status_code == 401
     assert (await asked(proxy, "GET", "/rl/v1/capacity", key)).status_code == 200
     assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 200
+    tenant, kept = create_key(keys_of(proxy), "tenant", tenant="alice")
+    assert (await asked(proxy, "GET", "/rl/v1/run", tenant)).status_code == 200
+    revoke_key(keys_of(proxy), kept.id)
+
+    async def is_revoked() -> bool:
+        return (await asked(proxy, "GET", "/rl/v1/run", tenant)).status_code == 401
+
+    await until(is_revoked, "the end of the tenant's key")
     assert (await proxy.call(session["api_key"])).status_code == 200
     by_id = await asked(proxy, "POST", f"/{session['session_id']}{CHAT}", "", {"messages": HELLO})
     assert by_id.status_code == 401, "ids are worth nothing now"
-
-
-async def test_session_keys_outlive_a_rotation_unless_told_not_to(closed: Proxy) -> None:
-    from any_agent.cli.main import _parser
-
-    config = closed.service.config
-    where = [f"root={config.root}", f"user={config.user}"]
-
-    def rotate(*arguments: str) -> None:
-        run_keys(_parser().parse_args(["keys", "rotate", *arguments, *where]))
-
-    session = await closed.open()
-    rotate()
-    newer = await until(lambda: _open_with_another_secret(closed, session))
-    for one in (session, newer):
-        assert (await closed.call(one["api_key"])).status_code == 200
-    # The run's trainer follows at once: nothing that it does fails meanwhile.
-    own = signer_of(trial_dir(config))
-    before = own.run_key
-    async with RLClient(closed.url, admin_key=lambda: own.run_key, trust_env=False) as trainer:
-        await trainer.get_capacity()
-        rotate("--drop-old")
-        await trainer.get_capacity()
-    assert (await asked(closed, "GET", "/rl/v1/capacity", before)).status_code == 401
-
-    async def void() -> bool:
-        calls = [await closed.call(one["api_key"]) for one in (session, newer)]
-        return all(call.status_code == 401 for call in calls)
-
-    await until(void, "the end of the older keys")
-    assert (await closed.call((await closed.open())["api_key"])).status_code == 200
-
-
-async def _open_with_another_secret(proxy: Proxy, earlier: dict[str, Any]) -> Any:
-    """A new session, once keys are signed with a secret that is not the earlier one's."""
-    session = await proxy.open()
-    signer = proxy.service.auth.access.signer
-    lane = signer.verify(session["api_key"])
-    assert lane is not None
-    return session if len(list(signer.keys_of(lane))) == 2 else None
 
 
 TRAINERS_ROUTES = (
@@ -323,3 +248,30 @@ def test_a_route_without_a_scope_is_an_error() -> None:
     app.add_api_route("/rl/v1/new", lambda: None, methods=["POST"])
     with fails_with(StartupError, "POST /rl/v1/new"):
         scopes.check_routes(app.routes)
+
+
+async def test_open_mode_serves_no_web_page(proxy: Proxy) -> None:
+    # An image or a form on a page carries no Origin.
+    for site, served in (
+        ("cross-site", False),
+        ("same-site", False),
+        ("same-origin", True),
+        ("none", True),
+    ):
+        before = (await proxy.capacity())["admitted"]
+        asking = {"Sec-Fetch-Site": site}
+        response = await proxy.http.get("/rl/v1/start_session", headers=asking)
+        assert response.status_code == (200 if served else 403), response.text
+        assert served or "server.admin_key" in response.json()["error"]["message"]
+        assert (await proxy.capacity())["admitted"] == before + served
+    for path in ("/rl/v1/run", "/rl/v1/version"):
+        assert (await proxy.http.get(path)).status_code == 200, "no key is needed"
+
+
+async def test_a_key_has_no_place_in_a_url(proxy: Proxy) -> None:
+    key = (await proxy.finished_session(mode="eval"))["api_key"]
+    response = await proxy.http.get("/rl/v1/start_session", params={"api_key": key, "mode": "eval"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "api_key"
+    assert key not in response.text
+    assert not proxy.service.sessions.live

@@ -57,18 +57,10 @@ async def test_it_is_shut_down_at_the_end() -> None:
     assert said == ["up", "down"]
 
 
-@pytest.mark.service
-def test_a_proxy_that_serves_has_not_imported_it() -> None:
-    source = "import sys, proxy_ext.__main__, proxy_ext.app; print('litellm' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == "False", done.stderr
-
-
 LIVENESS = """
 import asyncio, sys, types
 import httpx
+import proxy_ext.__main__
 from any_agent.config import Config
 from proxy_ext.app import create_app
 
@@ -89,7 +81,7 @@ asyncio.run(ask())
 
 
 @pytest.mark.service
-def test_liveness_with_a_key_imports_nothing() -> None:
+def test_a_rank_that_answers_liveness_has_not_imported_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIVENESS], capture_output=True, text=True, timeout=120
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from any_agent.record import InteractionTree
 from any_agent.types import Continuation
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
+
+if TYPE_CHECKING:
+    from any_agent.engine.embedded.engine import EmbeddedEngine
 
 MORE = {"role": "user", "content": "And another one?"}
 
@@ -45,15 +51,23 @@ async def answered(proxy: Proxy, least: int) -> bool:
     return sum(line["interactions"] for line in lines) >= least
 
 
-async def test_every_exported_logprob_is_that_of_a_fresh_pass(
-    start: Start, tiny_model_dir: Path
-) -> None:
+@asynccontextmanager
+async def on_a_real_engine(
+    start: Start, model: Path
+) -> AsyncIterator[tuple[EmbeddedEngine, Proxy]]:
     from any_agent.engine.embedded.engine import EmbeddedEngine
     from any_agent.engine.embedded.server import EngineServer, listen
 
-    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+    async with EmbeddedEngine.load(str(model)) as engine:
         runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
-        proxy = await start(engine_url=f"http://127.0.0.1:{port}")
+        yield engine, await start(engine_url=f"http://127.0.0.1:{port}")
+        await runner.cleanup()
+
+
+async def test_every_exported_logprob_is_that_of_a_fresh_pass(
+    start: Start, tiny_model_dir: Path
+) -> None:
+    async with on_a_real_engine(start, tiny_model_dir) as (engine, proxy):
         await proxy.admit(100)
         talks = [asyncio.create_task(talk(proxy, k, 4)) for k in range(6)]
         # Updates (to the same weights) cut whatever is under way.
@@ -87,7 +101,6 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
                 ours = torch.tensor(row["logprobs"][len(prompt) :])
                 worst = max(worst, (fresh[:, 0] - ours).abs().max().item())
                 versions |= set(row["versions"]) - {-1}
-        await runner.cleanup()
     assert worst < 1e-3
     # A random model often ends in the middle of something; the others continue exactly.
     assert exact >= 6
@@ -99,13 +112,9 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
 async def test_hanging_up_frees_the_real_engine(
     start: Start, tiny_model_dir: Path, stream: bool
 ) -> None:
-    from any_agent.engine.embedded.engine import EmbeddedEngine
-    from any_agent.engine.embedded.server import EngineServer, listen
     from tests.proxy_ext.calls.test_faults import hang_up, raw_call
 
-    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
-        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
-        proxy = await start(engine_url=f"http://127.0.0.1:{port}")
+    async with on_a_real_engine(start, tiny_model_dir) as (engine, proxy):
         session = await proxy.open(mode="eval")
         await engine.pause("in_place")
         writer = await raw_call(proxy, session["api_key"], stream=stream, max_tokens=1500)
@@ -114,21 +123,14 @@ async def test_hanging_up_frees_the_real_engine(
         await engine.resume()
         await until(lambda: sum(engine.loop.load) == 0)
         assert await proxy.recorded(session["session_id"]) == []
-        await runner.cleanup()
 
 
 async def test_answers_that_spell_the_names_of_tokens(start: Start, tiny_model_dir: Path) -> None:
     """They come as they were asked for: no marker is read in them, and none ends them."""
-    from any_agent.engine.embedded.engine import EmbeddedEngine
-    from any_agent.engine.embedded.server import EngineServer, listen
-
-    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
-        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
-        proxy = await start(engine_url=f"http://127.0.0.1:{port}")
+    async with on_a_real_engine(start, tiny_model_dir) as (_, proxy):
         session = await proxy.open(mode="eval")
         for text in ("<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<tool_call>"):
             asked = {"guided_choice": [text], "max_tokens": 80}
             answer = await proxy.complete(session["api_key"], HELLO, **asked)
             (choice,) = answer["choices"]
             assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-        await runner.cleanup()

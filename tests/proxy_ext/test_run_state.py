@@ -1,4 +1,4 @@
-"""Weight updates on an engine that dies, and what a rank then says of its version."""
+"""An engine that dies, at the start or in a weight update; what a rank then says of its version."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import Conflict, EngineUnavailable
-from proxy_ext.__main__ import _check_engine
+from proxy_ext.__main__ import check_engine
 from tests.support.errors import fails_with
-from tests.support.proxy import Proxy, until
+from tests.support.proxy import LIMIT, Proxy, until
+from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -22,6 +23,29 @@ async def publish(proxy: Proxy, version: int) -> None:
 
 async def told(proxy: Proxy) -> int:
     return int((await proxy.http.get("/rl/v1/version")).json()["version"])
+
+
+async def test_an_engine_that_died_before_the_start_is_waited_for(
+    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_vain, context_length = asyncio.Event(), SGLangEngine.context_length
+
+    async def asked(client: SGLangEngine) -> int:
+        try:
+            return await context_length(client)
+        except EngineUnavailable:
+            in_vain.set()
+            raise
+
+    monkeypatch.setattr(SGLangEngine, "context_length", asked)
+    await engine.die()
+    starting = asyncio.create_task(start(engine_wait=LIMIT))
+    async with asyncio.timeout(LIMIT):
+        await in_vain.wait()
+        await engine.revive()
+        proxy = await starting
+    session = await proxy.open(mode="eval")
+    assert (await proxy.call(session["api_key"])).status_code == 200
 
 
 async def test_a_resume_that_fails_is_made_good_when_the_engine_is_back(
@@ -47,7 +71,9 @@ async def test_a_resume_that_fails_is_made_good_when_the_engine_is_back(
     assert await told(proxy) == 2
 
 
-async def test_a_pause_of_an_engine_that_is_away(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_an_engine_that_was_away_in_a_pause_resumes(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     await engine.die()
     with pytest.raises(EngineUnavailable):
         await proxy.client.pause(ttl=600)
@@ -62,12 +88,21 @@ async def test_a_pause_of_an_engine_that_is_away(proxy: Proxy, engine: ScriptedE
 async def test_a_pause_after_a_failed_resume_holds(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy_ext.run_state._RESUME_INTERVAL", 0.01)
+    monkeypatch.setattr("proxy_ext.run_state.RESUME_INTERVAL", 0.01)
     await proxy.client.pause(ttl=600)
     await engine.die()
     with pytest.raises(EngineUnavailable):
         await proxy.client.resume()
-    await engine.revive()
+    under_way = asyncio.Event()
+
+    async def resume(_: int) -> None:
+        under_way.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.engine, "resume", resume)
+        await engine.revive()
+        await under_way.wait()
     await proxy.client.pause(ttl=600)
     asked = asyncio.create_task(proxy.complete((await proxy.open())["api_key"]))
     await asyncio.wait({asked}, timeout=0.2)
@@ -77,7 +112,9 @@ async def test_a_pause_after_a_failed_resume_holds(
     await asked
 
 
-async def test_weights_that_were_lost_with_the_engine(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_weights_that_were_lost_with_the_engine_are_not_told_as_served(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     """It loaded version 5, died before it was resumed, and came back with 4."""
     await proxy.client.pause(ttl=600)
     engine.weight_version = "5"
@@ -97,7 +134,7 @@ async def test_weights_that_were_lost_with_the_engine(proxy: Proxy, engine: Scri
     assert await told(proxy) == 5
 
 
-async def test_an_engine_that_came_back_with_newer_weights(
+async def test_an_engine_that_came_back_with_newer_weights_is_told_as_that(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     """They were published to disk, and the trainer has not told of them yet."""
@@ -143,34 +180,29 @@ async def test_an_engine_that_lags_is_not_served_under_the_newer_number(
 
 
 async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
-    proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    start: Start, proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its proxy was restarted amid an update, bucket by bucket."""
-    monkeypatch.setattr("proxy_ext.run_state._RESUME_INTERVAL", 0.01)
+    monkeypatch.setattr("proxy_ext.run_state.RESUME_INTERVAL", 0.01)
     await proxy.client.pause(ttl=600)
     engine.weight_version = "loading-5"
-    client = proxy.service.engine
-    again = SGLangEngine(engine.url, decode=client._decode, shape=ModelFingerprint(100))
-    monkeypatch.setattr(proxy.service.run, "_engine", again)
-    try:
-        await _check_engine(proxy.service.config, engine.url, 0, ModelFingerprint(100))
-        await again.info()
-        await proxy.service.run.recover()
-        await until(lambda: again.paused)
-        with fails_with(EngineUnavailable, "half loaded"):
-            await proxy.client.resume()
-        assert not engine._going.is_set(), "it has been let go on"
-        assert await told(proxy) == -1
-        engine.weight_version = "5"
-        await until(lambda: not again.paused)
-        assert engine._going.is_set()
-    finally:
-        proxy.service.run.close()
-        await again.close()
+    shape = ModelFingerprint(100)
+    await check_engine(proxy.service.config, engine.url, 0, shape)
+    again = await start()
+    client = again.service.engine
+    await until(lambda: client.paused)
+    with fails_with(EngineUnavailable, "half loaded"):
+        await again.client.resume()
+    assert not engine._going.is_set(), "it has been let go on"
+    assert await told(again) == -1
+    engine.weight_version = "5"
+    await until(lambda: not client.paused)
+    assert engine._going.is_set()
+    assert await told(again) == 5
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_engine_that_falls_back_within_an_answer(
+async def test_an_answer_whose_versions_fall_back_is_not_recorded(
     proxy: Proxy, engine: ScriptedEngine, stream: bool
 ) -> None:
     """Nothing of an answer is recorded whose versions cannot be."""

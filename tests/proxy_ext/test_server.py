@@ -13,40 +13,16 @@ import httpx
 import pytest
 import uvicorn
 
-from any_agent.rundir import registry as presence
-from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
+from any_agent.rundir.registry import PartLoad
 from any_agent.runtime.ports import reserve
 from proxy_ext.server import DrainingServer, entry_of
 from tests.support.errors import fails_with
+from tests.support.presence import Part, entry, quick, version
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 
-
-class Rank:
-    """Describes itself, with the number of the description as its version."""
-
-    def __init__(self) -> None:
-        self.told = 0
-
-    def __call__(self) -> RegistryEntry:
-        self.told += 1
-        return RegistryEntry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "HEARTBEAT", 0.01)
-
-
-def entry(folder: Path) -> RegistryEntry | None:
-    registry = Registry(folder)
-    registry.refresh()
-    return registry.get("rank-3")
-
-
-def version(folder: Path) -> int:
-    found = entry(folder)
-    return found.version if found else 0
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class App:
@@ -80,115 +56,90 @@ async def app() -> AsyncIterator[App]:
     app.answer.set()
 
 
-def present(
-    app: Any,
-    folder: Path,
-    *,
-    drain_timeout: float = 30,
-    lost: Callable[[], str | None] = lambda: None,
-    on_lost: Callable[[str], None] = lambda _: None,
-) -> DrainingServer:
-    config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+class Present:
+    """A server that serves an app, and is registered in a folder."""
 
-    async def drain() -> None:
-        pass
+    def __init__(
+        self,
+        app: Any,
+        folder: Path,
+        *,
+        drain_timeout: float = 30,
+        lost: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        async def drain() -> None:
+            pass
 
-    return DrainingServer(
-        config, folder, Rank(), drain, drain_timeout=drain_timeout, lost=lost, on_lost=on_lost
-    )
+        config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+        self.server = DrainingServer(
+            *(config, folder, Part(), drain),
+            drain_timeout=drain_timeout,
+            lost=lost,
+            on_lost=lambda _: None,
+        )
+        self.listener = reserve("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.folder = folder
+
+    async def started(self) -> DrainingServer:
+        self.ended = asyncio.create_task(self.server.serve([self.listener]))
+        await until(lambda: self.server.started and version(self.folder))
+        return self.server
+
+    async def told_to_stop(self) -> None:
+        """Wait until others see that it stops."""
+        await until(lambda: (last := entry(self.folder)) and last.state == "stopping")
 
 
 async def test_it_ends_at_once_when_another_process_carries_the_rank(
     tmp_path: Path, app: App
 ) -> None:
     reasons: list[str | None] = [None]
-    server = present(app, tmp_path, lost=lambda: reasons[0])
-    serving = asyncio.create_task(server._serve([reserve("127.0.0.1", 0)]))
-    await until(lambda: version(tmp_path))
+    here = Present(app, tmp_path, lost=lambda: reasons[0])
+    server = await here.started()
     assert server.lost is None
     reasons[0] = "another process has it"
-    await asyncio.wait_for(serving, 20)
+    await asyncio.wait_for(here.ended, 20)
     # The rank's parts, which knew it, are gone by now.
     assert server.lost == "another process has it"
 
 
-async def test_it_ends_when_the_run_is_gone(tmp_path: Path, app: App) -> None:
-    reasons: list[str] = []
-    folder = tmp_path / "run" / "registry"
-    folder.mkdir(parents=True)
-    server = present(app, folder, lost=lambda: next(iter(reasons), None), on_lost=reasons.append)
-    serving = asyncio.create_task(server._serve([reserve("127.0.0.1", 0)]))
-    await until(lambda: version(folder))
-    folder.parent.rename(tmp_path / "elsewhere")
-    await asyncio.wait_for(serving, 20)
-    assert server.lost is not None and str(folder.parent) in server.lost
-
-
-async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
-    tmp_path: Path, app: App
-) -> None:
-    listener = reserve("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = present(app, tmp_path)
-    serving = asyncio.create_task(server._serve([listener]))
-    await until(lambda: version(tmp_path))
-    assert app.events == ["startup"]
+async def test_it_is_present_until_sigterm_and_then_drains(tmp_path: Path, app: App) -> None:
+    """And then ends well: uvicorn would raise the signal again, and the process die of it."""
+    here = Present(app, tmp_path)
+    server = await here.started()
     async with httpx.AsyncClient() as http:
-        call = asyncio.create_task(http.get(url))
-        await app.called.wait()
-        server.should_exit = True
-        # Told while a call is still being answered, so that no new ones are sent here.
-        await until(lambda: (last := entry(tmp_path)) and last.state == "stopping")
-        assert not call.done()
-        assert app.events == ["startup"]
-        app.answer.set()
-        assert (await call).text == "answer"
-    await serving
-    assert app.events == ["startup", "shutdown"]
-
-
-async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
-    listener = reserve("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = present(app, tmp_path)
-    serving = asyncio.create_task(server._serve([listener]))
-    await until(lambda: server.started and version(tmp_path))
-    async with httpx.AsyncClient() as http:
-        call = asyncio.create_task(http.get(url))
+        call = asyncio.create_task(http.get(here.url))
         await app.called.wait()
         server.handle_exit(signal.SIGTERM, None)
-        await until(lambda: (last := entry(tmp_path)) and last.state == "stopping")
+        await here.told_to_stop()
+        assert not call.done() and app.events == ["startup"]
         # It goes on beating, so that nobody takes it for dead meanwhile.
         beats = version(tmp_path)
         await until(lambda: version(tmp_path) > beats + 2)
         # A request that comes now is answered, too.
-        late = asyncio.create_task(http.get(url))
+        late = asyncio.create_task(http.get(here.url))
         app.answer.set()
         assert (await call).text == (await late).text == "answer"
-    await serving
+    await here.ended
     assert app.events == ["startup", "shutdown"]
-    # uvicorn would raise the signal again, and the process die of it.
-    assert server._captured_signals == []
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_it_at_once(
     tmp_path: Path, app: App, second: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = reserve("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = present(app, tmp_path)
-    serving = asyncio.create_task(server._serve([listener]))
-    await until(lambda: server.started and version(tmp_path))
+    here = Present(app, tmp_path)
+    server = await here.started()
     async with httpx.AsyncClient(timeout=60) as http:
-        call = asyncio.create_task(http.get(url))
+        call = asyncio.create_task(http.get(here.url))
         await app.called.wait()
         server.handle_exit(signal.SIGTERM, None)
         server.handle_exit(second, None)
         cut = await call
     assert (cut.status_code, cut.json()["error"]["code"]) == (503, "draining")
     assert int(cut.headers["retry-after"]) >= 1
-    await serving
+    await here.ended
     assert app.events == ["startup", "shutdown"]
     assert "Traceback" not in caplog.text
 
@@ -202,44 +153,38 @@ async def test_an_answer_that_has_begun_is_cut_not_ended(
             await send({"type": "http.response.body", "body": b"half", "more_body": True})
             await asyncio.Event().wait()
 
-    app = Endless()
-    listener = reserve("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = present(app, tmp_path)
-    serving = asyncio.create_task(server._serve([listener]))
-    await until(lambda: server.started and version(tmp_path))
+    here = Present(Endless(), tmp_path)
+    server = await here.started()
     async with httpx.AsyncClient(timeout=60) as http:
         with fails_with(httpx.RemoteProtocolError, "incomplete"):
-            async with http.stream("GET", url) as response:
+            async with http.stream("GET", here.url) as response:
                 async for _ in response.aiter_bytes():
                     server.handle_exit(signal.SIGINT, None)
-    await serving
+    await here.ended
     assert "Traceback" not in caplog.text
 
 
 async def test_a_request_that_comes_at_the_cut_is_answered(
     tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = reserve("127.0.0.1", 0)
-    server = present(app, tmp_path)
-    serving = asyncio.create_task(server._serve([listener]))
-    await until(lambda: server.started and version(tmp_path))
-    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    here = Present(app, tmp_path)
+    server = await here.started()
+    reader, writer = await asyncio.open_connection(*here.listener.getsockname())
     connections: set[Any] = server.server_state.connections
     await until(lambda: len(connections) == 1)
     (connection,) = connections
-    wait = server._wait_until_idle
+    wait = server.wait_until_idle
 
     async def then_comes_one(seconds: float) -> None:
         await wait(seconds)
         request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
         asyncio.get_running_loop().call_soon(connection.data_received, request)
 
-    monkeypatch.setattr(server, "_wait_until_idle", then_comes_one)
+    monkeypatch.setattr(server, "wait_until_idle", then_comes_one)
     server.should_exit = True
     async with asyncio.timeout(10):
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
-    await serving
+    await here.ended
     writer.close()
 
 
@@ -252,17 +197,14 @@ async def test_a_client_that_never_reads_is_awaited_for_so_long(tmp_path: Path) 
                 await send({"type": "http.response.body", "body": part, "more_body": True})
 
     app = Torrent()
-    listener = reserve("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    server = present(app, tmp_path, drain_timeout=0.2)
-    serving = asyncio.create_task(server._serve([listener]))
-    await until(lambda: server.started and version(tmp_path))
-    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+    here = Present(app, tmp_path, drain_timeout=0.2)
+    server = await here.started()
+    _, writer = await asyncio.open_connection(*here.listener.getsockname(), limit=1)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await app.called.wait()
     server.handle_exit(signal.SIGTERM, None)
     async with asyncio.timeout(30):
-        await serving
+        await here.ended
     assert app.events == ["startup", "shutdown"]
     writer.transport.abort()
 
@@ -272,11 +214,10 @@ async def test_a_server_that_cannot_start_was_never_present(tmp_path: Path) -> N
         await receive()
         await send({"type": "lifespan.startup.failed"})
 
-    listener = reserve("127.0.0.1", 0)
-    server = present(broken, tmp_path)
+    here = Present(broken, tmp_path)
     with pytest.raises(SystemExit):
-        await server._serve([listener])
-    listener.close()
+        await here.server.serve([here.listener])
+    here.listener.close()
     assert entry(tmp_path) is None
 
 

@@ -21,26 +21,21 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
-def test_a_process_that_cannot_read_sets_nothing_aside(
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.EIO])
+def test_only_a_disk_that_cannot_give_it_back_is_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(path: Path) -> str:
+    """A process that cannot read sets nothing aside."""
+
+    def refuse(path: Path, *_: object, **__: object) -> str:
         raise OSError(number, "refused", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checksums, "_checksum", refuse)
+        patch.setattr(checksums, "open", refuse, raising=False)
+        if number == errno.EIO:
+            assert not checksums.sound(folder)
+            assert checksums.damaged_folders(folder.parent) == [f"damaged-{folder.name}"]
+            return
         with fails_with(StartupError, folder.name, "refused"):
             checksums.sound(folder)
     assert checksums.sound(folder)
-
-
-def test_a_disk_that_cannot_give_it_back_is_damage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error", str(path))
-
-    monkeypatch.setattr(checksums, "_checksum", refuse)
-    assert not checksums.sound(folder)
-    assert checksums.damaged_folders(folder.parent) == [f"damaged-{folder.name}"]

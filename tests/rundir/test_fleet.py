@@ -58,7 +58,7 @@ def test_a_set_of_ranks_that_serves_again_is_kept_once() -> None:
         (Fleet.of(2).with_state(2, "joining"), 2, (0, 1), {}),
     ],
 )
-def test_a_start_with_another_number_of_ranks(
+def test_a_start_with_another_number_of_ranks_drains_or_adds_some(
     before: Fleet, count: int, serving: tuple[int, ...], others: dict[int, RankState]
 ) -> None:
     fleet = before.resized(count)

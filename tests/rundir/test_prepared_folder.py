@@ -6,6 +6,7 @@ import os
 import pwd
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,12 @@ class Place:
     run: RunDir
     victim: Path
 
+    @property
+    def root(self) -> Path:
+        return self.run.path.parents[2]
+
     def named(self) -> list[str]:
-        return [f"root={self.run.path.parents[2]}", "user=me", "experiment=e", "trial=t"]
+        return [f"root={self.root}", "user=me", "experiment=e", "trial=t"]
 
     def config(self) -> Config:
         return load_config(None, self.named())
@@ -48,114 +53,76 @@ def place(tmp_path: Path) -> Place:
     return Place(RunDir.of(root, "me", "e", "t"), victim)
 
 
-def _theirs(path: Path) -> Path:
+def theirs(path: Path) -> Path:
     os.chown(path, OTHER.pw_uid, OTHER.pw_gid, follow_symlinks=False)
     return path
 
 
-def _folders(place: Place, owner: Path | None = None) -> None:
-    """Make the run's folder and those above; ``owner``: the one that is the other user's."""
+def open_to_all(path: Path) -> Path:
+    path.chmod(0o777)
+    return path
+
+
+def folders(place: Place) -> Path:
+    """Make the run's folder and those above."""
     run = place.run.path
     for path in (run.parents[1], run.parents[0], run):
         path.mkdir(mode=0o700)
-    if owner is not None:
-        _theirs(owner)
-
-
-def run_folder(place: Place) -> Path:
-    _folders(place, place.run.path)
-    return place.run.path
-
-
-def experiment(place: Place) -> Path:
-    _folders(place, place.run.path.parent)
-    return place.run.path.parent
-
-
-def user(place: Place) -> Path:
-    _folders(place, place.run.path.parents[1])
-    return place.run.path.parents[1]
-
-
-def root(place: Place) -> Path:
-    return _theirs(place.run.path.parents[2])
-
-
-def root_without_the_sticky_bit(place: Place) -> Path:
-    place.run.path.parents[2].chmod(0o777)
-    return place.run.path.parents[2]
-
-
-def link_in_place_of_the_run(place: Place) -> Path:
-    _folders(place)
-    place.run.path.rmdir()
-    (place.victim.parent / "own").mkdir(mode=0o700)
-    place.run.path.symlink_to(place.victim.parent / "own")
-    return _theirs(place.run.path)
-
-
-def own_link_in_place_of_the_run(place: Place) -> Path:
-    link_in_place_of_the_run(place)
-    os.chown(place.run.path, 0, 0, follow_symlinks=False)
-    return place.run.path
-
-
-def folder_that_all_may_write(place: Place) -> Path:
-    _folders(place)
-    place.run.path.chmod(0o777)
-    return place.run.path
-
-
-def link(name: str) -> Callable[[Place], Path]:
-    def prepare(place: Place) -> Path:
-        _folders(place)
-        (place.run.path / name).symlink_to(place.victim)
-        return _theirs(place.run.path / name)
-
-    prepare.__name__ = f"link {name}"
-    return prepare
-
-
-def file(name: str, content: str = "{}") -> Callable[[Place], Path]:
-    def prepare(place: Place) -> Path:
-        _folders(place)
-        path = place.run.path / name
-        path.write_text(content)
-        path.chmod(0o600)
-        return _theirs(path)
-
-    prepare.__name__ = f"file {name}"
-    return prepare
+    return run
 
 
 def registry(place: Place) -> Path:
-    _folders(place)
-    place.run.registry.mkdir(mode=0o700)
-    return _theirs(place.run.registry)
+    path = folders(place) / "registry"
+    path.mkdir(mode=0o700)
+    return path
 
 
-def registry_that_all_may_write(place: Place) -> Path:
-    _folders(place)
-    place.run.registry.mkdir()
-    place.run.registry.chmod(0o777)
-    return place.run.registry
+def run_that_is_a_link(place: Place) -> Path:
+    folders(place).rmdir()
+    (place.victim.parent / "own").mkdir(mode=0o700)
+    place.run.path.symlink_to(place.victim.parent / "own")
+    return place.run.path
 
 
-PREPARED = [
-    *(run_folder, experiment, user, root, root_without_the_sticky_bit),
-    *(link_in_place_of_the_run, own_link_in_place_of_the_run, folder_that_all_may_write),
-    *(link("lock"), link("trainer.lock"), link("keys.json.lock"), link("keys.json")),
-    *(link("secret.key"), link("config.yaml"), link("registry"), link("metrics.jsonl")),
-    *(file("keys.json"), file("secret.key", "00" * 32), file("config.yaml"), file("fleet.json")),
-    *(registry, registry_that_all_may_write),
-]
+def link(name: str, place: Place) -> Path:
+    path = folders(place) / name
+    path.symlink_to(place.victim)
+    return theirs(path)
 
 
-@pytest.mark.parametrize("prepare", PREPARED, ids=lambda prepare: prepare.__name__)
+def file(name: str, place: Place) -> Path:
+    path = folders(place) / name
+    path.write_text("00" * 32 if name == "secret.key" else "{}")
+    path.chmod(0o600)
+    return theirs(path)
+
+
+LINKS = """lock trainer.lock keys.json.lock keys.json secret.key config.yaml registry
+    metrics.jsonl"""
+PREPARED: dict[str, Callable[[Place], Path]] = {
+    "run": lambda place: theirs(folders(place)),
+    "experiment": lambda place: theirs(folders(place).parent),
+    "user": lambda place: theirs(folders(place).parents[1]),
+    "root": lambda place: theirs(place.root),
+    "root without the sticky bit": lambda place: open_to_all(place.root),
+    "link in place of the run": lambda place: theirs(run_that_is_a_link(place)),
+    "own link in place of the run": run_that_is_a_link,
+    "run that all may write": lambda place: open_to_all(folders(place)),
+    "registry": lambda place: theirs(registry(place)),
+    "registry that all may write": lambda place: open_to_all(registry(place)),
+    **{f"link {name}": partial(link, name) for name in LINKS.split()},
+    **{
+        f"file {name}": partial(file, name)
+        for name in ("keys.json", "secret.key", "config.yaml", "fleet.json")
+    },
+}
+
+
+@pytest.mark.parametrize("what", PREPARED)
 def test_a_prepared_run_is_refused_by_name(
-    place: Place, prepare: Callable[[Place], Path], capsys: pytest.CaptureFixture[str]
+    place: Place, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = prepare(place)
+    named = PREPARED[what](place)
     owner = pwd.getpwuid(named.lstat().st_uid).pw_name
     before = _all(place)
     for command in ("serve --no-train", "config", "keys create --scope admin", "ranks list"):
@@ -197,7 +164,7 @@ def test_keys_of_another_user_open_nothing(place: Place, mode: int) -> None:
     key, _ = create_key(elsewhere.keys, "admin")
     elsewhere.keys.rename(place.run.keys)
     place.run.keys.chmod(mode)
-    _theirs(place.run.keys)
+    theirs(place.run.keys)
     with pytest.raises(Unauthenticated):
         access.caller(key)
     with pytest.raises(ConfigError):
@@ -214,7 +181,7 @@ def test_a_secret_that_others_know_signs_nothing(place: Place) -> None:
         place.run.signing_secrets()
     assert "chmod go-rwx" in refused.value.message
     place.run.secret.chmod(0o600)
-    _theirs(place.run.secret)
+    theirs(place.run.secret)
     with pytest.raises(ConfigError):
         place.run.signing_secrets()
 
@@ -222,7 +189,7 @@ def test_a_secret_that_others_know_signs_nothing(place: Place) -> None:
 def test_what_users_share_may_be_roots_and_sticky(place: Place) -> None:
     """`/tmp` is such a folder, and so is a link that leads from where runs are to a larger disk."""
     place.run.create()
-    shared = place.run.path.parents[2]
+    shared = place.root
     elsewhere = shared.with_name("disk")
     shared.rename(elsewhere)
     shared.symlink_to(elsewhere)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Any
 
 from any_agent.types import (
@@ -49,3 +50,22 @@ def make_interaction(id: str, session_id: str, parent_id: str | None = None) -> 
         request={"overridden": {}, "recorded": {"user": "me"}},
         created_at=5.0,
     )
+
+
+class FailingCommit:
+    """A connection of which one commit fails, as on a disk that fails."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._fails = True
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql == "COMMIT" and self._fails:
+            self._fails = False
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+            raise error
+        return self._connection.execute(sql, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)

@@ -49,7 +49,9 @@ async def check_journal(reopen: Callable[[], Journal]) -> None:
 
 
 async def _writes_are_whole(journal: Journal) -> None:
-    first, second = make_row("s1", created_at=1.0), make_row("s2", mode="eval", created_at=0.5)
+    of = {"tenant": "t", "opened_by": "tenant t (key 1)", "pinned_version": 3, "clock": "boot 12.5"}
+    first = make_row("s1", created_at=1.0, **of)
+    second = make_row("s2", mode="eval", created_at=0.5)
     await journal.commit(PutSession(first), PutSession(second), PutMeta("run", {"step": 3}))
     with pytest.raises(StoreUnavailable):
         await journal.commit(PutMeta("run", {"step": 4}), PutSession(make_row("s1", task_id="t")))
@@ -70,6 +72,9 @@ async def _writes_are_whole(journal: Journal) -> None:
     assert row is not None
     assert (row.state, row.awaits_until) == (SessionState.LEASED, None)
     assert (row.reason, row.owner, row.step, row.ended_at) == ("why", "owner", 4, 7.0)
+    await journal.commit(SetState(("r1",), SessionState.LEASED, owner="another"))
+    row = make_row("r1", state=SessionState.LEASED, owner="another")
+    assert await journal.session("r1") == row, "no reason, step or end is left of before"
 
 
 async def _interactions_rewards_and_marks(journal: Journal) -> None:
@@ -88,8 +93,9 @@ async def _interactions_rewards_and_marks(journal: Journal) -> None:
     assert await journal.rewards("s1", last=1) == rows[-1:]
     assert await journal.reward_parts("s1", "i1") == ({"format": 0.75}, 3)
     assert await journal.reward_parts("s1", None) == ({None: -2.0}, 3)
+    assert await journal.reward_parts("s1", "i2") == ({}, 3)
     row = await journal.session("s1")
-    assert row is not None and row.final_reward == -2.0
+    assert row is not None and (row.final_reward, row.opened_by) == (-2.0, "tenant t (key 1)")
     assert await journal.requests("s1") == [StoredRequest("i1", mark, delivered=False)]
     await journal.commit(MarkDelivered(("i1",)))
     # Put again without key and mark: it is replaced at its old place, and these stay.
@@ -121,6 +127,13 @@ async def _ids_and_groups(journal: Journal) -> None:
     await journal.commit(SetState(("t-0-x",), SessionState.ABORTED, None, "none"))
     assert await journal.unfilled_groups(50.0, left="none") == ["g"]
     assert await journal.last_number("t-0-") == 10
+    others = [("t-0-77-0-80", "lane"), ("t-1-99", "lane"), ("t-0.5", "lane")]
+    for id, lane in others:
+        await journal.commit(PutSession(make_row(id, lane=lane)))
+    assert await journal.last_number("t-0-") == 10
+    assert await journal.last_number("t-0-77-0-") == 80
+    newest = await journal.session_of_lane("lane")
+    assert newest is not None and newest.id == "t-0.5"
     assert await journal.last_number("u-0-") is None
     assert await journal.last_session("s") == "s2"
     numbers = [await journal.number(id) for id in ("s1", "s2", "t-0-9", "none")]
@@ -142,9 +155,15 @@ async def _answers(journal: Journal) -> None:
     answer = await journal.answer("scope", "key")
     assert answer is not None
     assert (answer.request_hash, answer.status, answer.body) == (b"hash", 200, b"body")
+    assert await journal.answer("other", "key") is None
     with pytest.raises(StoreUnavailable):
-        await journal.commit(PutAnswer("scope", "key", b"other", 200, b"", 1.0))
-    await journal.commit(DropAnswers(2.0))
+        await journal.commit(
+            PutMeta("effect", 2), PutAnswer("scope", "key", b"other", 200, b"", 1.0)
+        )
+    assert await journal.meta("effect") is None
+    await journal.commit(DropAnswers(1.0))
+    assert await journal.answer("scope", "key") == answer
+    await journal.commit(DropAnswers(1.5))
     assert await journal.answer("scope", "key") is None
 
 
@@ -164,6 +183,7 @@ async def _content(journal: Journal) -> None:
         assert (row.content, row.metadata) == (content, {})
         assert await journal.interactions(id) == []
         assert len(await journal.rewards(id)) == rewards
+    assert len(await journal.interactions("s1")) == 2
     assert await journal.trim() >= 0
     await journal.retry_full()
     assert journal.size() >= 0

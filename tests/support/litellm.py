@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
+from any_agent.chat import load_chat_format
+from tests.support.fake_provider import Provider
 from tests.support.ports import own_port
 from tests.support.real_parts import (
     await_url,
@@ -19,6 +23,7 @@ from tests.support.real_parts import (
     proxy_process,
     write_config,
 )
+from tests.support.scripted_engine import ScriptedEngine
 
 ADMIN = "sk-the-operators-own-admin-key-4f1c"
 SECRET = "provider-secret-8a1f"
@@ -177,6 +182,41 @@ async def rank(
     async with in_a_thread(context) as (_, url), client(url) as http:
         await ready(http)
         yield http
+
+
+class Rank:
+    """A rank of ours beside a provider and an engine of the test's."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, provider: Provider, engine: ScriptedEngine, folder: Path
+    ) -> None:
+        self.http = http
+        self.provider = provider
+        self.engine = engine
+        self.folder = folder
+
+    def told(self) -> list[dict[str, Any]]:
+        """Return the lines that the callback wrote."""
+        return [json.loads(line) for line in (self.folder / "told.jsonl").read_text().splitlines()]
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, model: Path, change: Callable[[dict[str, Any]], None], **options: Any
+) -> AsyncIterator[Rank]:
+    """A rank with LiteLLM's examples as ``change`` alters them."""
+    provider, engine = Provider(), ScriptedEngine(decode=load_chat_format(str(model)).decode)
+    told = folder / "told.jsonl"
+    told.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, SECRET)
+        patch.setenv("TEST_CALLBACK_LOG", str(told))
+        async with provider.serve() as url, engine.serve():
+            data = examples(url)
+            change(data)
+            path = write_litellm(folder, data)
+            async with rank(path, model, engine.url, **options) as http:
+                yield Rank(http, provider, engine, folder)
 
 
 async def ready(http: httpx.AsyncClient) -> None:

@@ -48,7 +48,7 @@ class QuotaRank:
 
     def held(self, tenant: str = "alice") -> int:
         """Return its sessions that are open or being opened."""
-        return self.quotas._held(tenant)
+        return self.quotas.held(tenant)
 
     async def begin(self, tenant: str = "alice") -> bool:
         """Open a session; return whether it was admitted."""
@@ -76,8 +76,8 @@ class QuotaRank:
 
     async def settled(self) -> None:
         """Wait until nothing is left to be sent."""
-        while self.quotas._pump is not None and not self.quotas._pump.done():
-            await self.quotas._pump
+        while self.quotas.pump is not None and not self.quotas.pump.done():
+            await self.quotas.pump
 
     async def reconcile(self) -> None:
         """Compare the counts as a rank does every second."""

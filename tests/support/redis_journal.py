@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import redis
 
 from any_agent.errors import StoreUnavailable
 from any_agent.rundir import RunDir
@@ -38,15 +41,22 @@ class Machine:
 
 def stop(journal: SQLiteJournal) -> None:
     """End its threads as a kill does: nothing is released."""
-    keeper: Any = journal._keeper
-    keeper._closed.set()
-    for thread in keeper._threads:
+    keeper: Any = journal.keeper
+    keeper.closed.set()
+    for thread in keeper.threads:
         thread.join()
 
 
 async def put(journal: Journal, *names: str) -> None:
     for name in names:
         await journal.commit(PutSession(make_row(name)))
+
+
+async def begun(folder: Path, url: str, *names: str) -> SQLiteJournal:
+    """Open the first machine's journal, and put sessions into it."""
+    journal = Machine(folder, url, "a").open()
+    await put(journal, *names)
+    return journal
 
 
 async def ids(journal: Journal) -> list[str]:
@@ -85,3 +95,31 @@ async def until_asked(server: RedisServer, met: Callable[[Any], Any]) -> None:
     """Ask the server by a client until it is as wanted."""
     with server.client() as client:
         await until(lambda: met(client), "what was asked of Redis")
+
+
+class Late:
+    """A script of a log that does not arrive, until :meth:`arrive`."""
+
+    def __init__(self, journal: SQLiteJournal, script: str) -> None:
+        keeper: Any = journal.keeper
+        self._client: Any = keeper.log.client
+        self._real = self._client.evalsha
+        self._sha = hashlib.sha1(script.encode()).hexdigest()
+        self._call: tuple[Any, ...] = ()
+        self._client.evalsha = self._keep
+
+    def _keep(self, sha: str, *rest: Any) -> Any:
+        if sha != self._sha:
+            return self._real(sha, *rest)
+        self._call = (sha, *rest)
+        raise redis.TimeoutError("no answer")
+
+    @property
+    def called(self) -> bool:
+        return bool(self._call)
+
+    def restore(self) -> None:
+        self._client.evalsha = self._real
+
+    def arrive(self) -> None:
+        self._real(*self._call)

@@ -98,6 +98,17 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
 
+def make_cluster(server: RedisServer) -> str:
+    """Give a server all slots of a cluster; return the cluster's URL."""
+    with server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        deadline = time.monotonic() + 20
+        while client.cluster("info")["cluster_state"] != "ok":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    return f"redis+cluster://127.0.0.1:{server.port}"
+
+
 class JournalChoice:
     """The journal of the proxies that tests start: a file alone, or one with its log in Redis."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from any_agent.errors import ConfigError
+import pytest
+
+from any_agent.errors import ConfigError, StoreBusy
 from any_agent.rundir import RunDir
 from any_agent.types import SessionState
-from proxy_ext.journal import SQLiteJournal, open_journal
+from proxy_ext.journal import PutMeta, SQLiteJournal, open_journal
 from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.journal_contract import check_journal
@@ -20,6 +22,8 @@ async def test_sqlite_keeps_the_journals_contract(tmp_path: Path) -> None:
     journal = open_journal(url)
     assert isinstance(journal, SQLiteJournal)
     await journal.close()
+    with pytest.raises(StoreBusy):
+        await journal.commit(PutMeta("x", 1))
 
 
 async def test_the_documents_journal_keeps_the_contract() -> None:
@@ -27,7 +31,7 @@ async def test_the_documents_journal_keeps_the_contract() -> None:
     await check_journal(lambda: open_journal("memory://contract"))
 
 
-async def test_a_rank_on_the_journal_of_the_document(start: Start) -> None:
+async def test_a_rank_runs_on_the_journal_of_the_document(start: Start) -> None:
     run_code_of("Add a journal")
     url = "memory://rank-0"
     proxy = await start(journal_url=url)

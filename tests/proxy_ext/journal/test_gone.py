@@ -22,10 +22,6 @@ async def journal(tmp_path: Path) -> AsyncIterator[SQLiteJournal]:
     await journal.close()
 
 
-def lost(journal: SQLiteJournal) -> str | None:
-    return journal.stats.lost
-
-
 def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
@@ -44,12 +40,12 @@ async def test_nothing_is_acknowledged_without_a_file_behind_it(
     journal: SQLiteJournal, tmp_path: Path, how: Callable[[Path], None]
 ) -> None:
     await journal.commit(PutMeta("before", "1"))
-    assert lost(journal) is None
+    assert journal.stats.lost is None
     how(tmp_path / "journal")
     for _ in range(2):
         with pytest.raises(StoreUnavailable):
             await journal.commit(PutMeta("after", "1"))
-    assert "rank-0.sqlite" in (lost(journal) or "")
+    assert "rank-0.sqlite" in (journal.stats.lost or "")
     if how is not remove:
         kept = sqlite3.connect(tmp_path / "elsewhere" / "rank-0.sqlite")
         names = [name for (name,) in kept.execute("SELECT key FROM meta")]
@@ -58,11 +54,11 @@ async def test_nothing_is_acknowledged_without_a_file_behind_it(
 
 
 @pytest.mark.parametrize("how", [remove, rename, replace])
-async def test_nor_where_it_goes_during_the_transaction(
+async def test_nothing_is_acknowledged_whose_file_goes_during_the_transaction(
     journal: SQLiteJournal, tmp_path: Path, how: Callable[[Path], None]
 ) -> None:
     job = JournalJob(lambda _: how(tmp_path / "journal"), writes=True)
     with pytest.raises(StoreUnavailable):
-        await journal._writer.submit(job)
+        await journal.writer.submit(job)
     with pytest.raises(StoreUnavailable):
         await journal.commit(PutMeta("after", "1"))

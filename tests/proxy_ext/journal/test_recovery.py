@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
@@ -10,11 +9,6 @@ import pytest
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-
-
-async def restart(start: Start, *settings: str) -> Proxy:
-    """Another process on the same journal (the earlier one is done with it)."""
-    return await start(*settings)
 
 
 async def test_an_open_session_goes_on_exactly(
@@ -26,7 +20,7 @@ async def test_an_open_session_goes_on_exactly(
     messages = list(HELLO)
     for turn in range(3):
         if turn == 2:
-            proxy = await restart(start)
+            proxy = await start()
         ids = [*chat.tokenizer.encode(f"turn {turn}"), chat.stop_token_ids[0]]
         engine.say(ids)
         answer = await proxy.complete(key, messages, max_tokens=30)
@@ -44,44 +38,10 @@ async def test_an_open_session_goes_on_exactly(
     assert len(trajectory.interactions) == 3
 
 
-async def test_finalized_and_leased_sessions(start: Start, proxy: Proxy) -> None:
-    leased = await proxy.finished_session()
-    await proxy.lease(owner="trainer")
-    waiting = await proxy.finished_session(reward=0.5)
-    trained = await proxy.finished_session(mode="eval")
-    again = await restart(start)
-    now = await again.capacity()
-    assert (now["admitted"], now["running"], now["buffered"]) == (2, 0, 2)
-    (trajectory,) = await again.lease(owner="trainer")
-    assert trajectory.session_id == waiting["session_id"]
-    assert trajectory.final_reward == 0.5
-    # The lease goes on: its holder may acknowledge it.
-    acked = await again.client.ack(owner="trainer", trained=[leased["session_id"]], rejected=[])
-    assert acked == 1
-    response = await again.call(trained["api_key"])
-    assert response.status_code == 410
-    assert response.json()["error"]["state"] == "evaluated"
-
-
-async def test_half_a_group_goes_on(start: Start, proxy: Proxy) -> None:
-    first = await proxy.finished_session(task_id="t", group_size=3)
-    still_open = await proxy.open(task_id="t", group_size=3)
-    again = await restart(start)
-    now = await again.capacity()
-    assert (now["admitted"], now["reserved"], now["running"]) == (3, 1, 1)
-    # Slots that the group has do not need the trainer.
-    third = await again.open(task_id="t", group_size=3)
-    assert third["group_id"] == first["group_id"]
-    for session in (still_open, third):
-        await again.complete(session["api_key"])
-        await again.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
-    assert len(await again.lease()) == 3
-
-
 async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> None:
     first = await proxy.finished_session(group_id="g", group_size=2)
     await proxy.export(first["session_id"])
-    again = await restart(start)
+    again = await start()
     assert (await again.capacity())["reserved"] == 1
     second = await again.finished_session(group_id="g", group_size=2)
     ids = [first["session_id"], second["session_id"]]
@@ -90,43 +50,30 @@ async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> N
 
 
 async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
-    await proxy.client.set_run("finished", step=100, checkpoint="/ckpt/100")
-    again = await restart(start)
-    run = (await again.http.get("/rl/v1/run")).json()
-    assert (run["state"], run["step"], run["checkpoint"]) == ("finished", 100, "/ckpt/100")
-    response = await again.http.post("/rl/v1/start_session", json={"wait": 60})
-    assert response.json()["error"]["code"] == "run_finished"
-
-
-async def test_a_finished_run_that_is_given_more_steps_goes_on(start: Start, proxy: Proxy) -> None:
-    """Before its trainer is there, too: whoever comes early must not hear that all is over."""
-    await proxy.client.set_run("finished", step=99, checkpoint="/ckpt/99")
-    again = await restart(start)
-    run = (await again.http.get("/rl/v1/run")).json()
-    assert (run["state"], run["step"], run["checkpoint"]) == ("training", 99, "/ckpt/99")
-
-
-async def test_a_session_whose_time_passed_meanwhile(start: Start, proxy: Proxy) -> None:
-    session = await proxy.open(ttl=0.05)
-    again = await restart(start)
-    await asyncio.sleep(0.06)
-    await again.service.expiry.sweep()
-    response = await again.call(session["api_key"])
-    assert response.status_code == 410
+    """One that was finished and is given more steps goes on before its trainer is there, too:
+    whoever comes early must not hear that all is over."""
+    for step, state in ((100, "finished"), (99, "training")):
+        await proxy.client.set_run("finished", step=step, checkpoint="/ckpt")
+        proxy = await start()
+        run = (await proxy.http.get("/rl/v1/run")).json()
+        assert (run["state"], run["step"], run["checkpoint"]) == (state, step, "/ckpt")
+        if state == "finished":
+            response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
+            assert response.json()["error"]["code"] == "run_finished"
 
 
 async def test_a_keys_newest_session_counts(start: Start, proxy: Proxy) -> None:
     first = await proxy.finished_session()
     key = first["api_key"]
     second = await proxy.open(api_key=key)
-    again = await restart(start)
+    again = await start()
     await again.complete(key)
     response = await again.post("/rl/v1/finalize", {"final_reward": 1}, key)
     assert response.json()["session_id"] == second["session_id"]
     third = await again.open(api_key=key, mode="eval")
     id = third["session_id"]
     assert (await again.post(f"/rl/v1/sessions/{id}/abort", {}, key)).status_code == 200
-    last = await restart(start)
+    last = await start()
     response = await last.call(key)
     assert response.json()["error"]["state"] == "aborted"
 
@@ -138,7 +85,7 @@ async def test_a_clock_that_was_set_back_extends_nothing(
     back = time.time() - 100_000
     with monkeypatch.context() as patched:
         patched.setattr("proxy_ext.sessions.session_store.time.time", lambda: back)
-        proxy = await restart(start)
+        proxy = await start()
     now = time.monotonic()
     live = proxy.service.sessions.live[session["session_id"]]
     assert now < live.expires <= now + 50

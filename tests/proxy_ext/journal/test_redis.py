@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from any_agent.errors import StartupError, StoreFull, StoreUnavailable
-from proxy_ext.journal import EraseContent, PutInteraction, PutMeta, open_journal
+from proxy_ext.journal import PutInteraction, PutMeta, open_journal
 from tests.support.errors import fails_with
 from tests.support.journal import make_interaction
 from tests.support.journal_contract import check_journal
 from tests.support.redis_journal import (
     LEASE,
     Machine,
+    begun,
+    elsewhere,
     ids,
     log_key,
     put,
     stop,
-    until_asked,
     until_written,
 )
 from tests.support.redis_server import RedisServer
@@ -35,7 +36,9 @@ async def test_redis_keeps_the_journals_contract(
     await check_journal(machine.open)
 
 
-async def test_another_machine_has_everything(tmp_path: Path, shared_server: RedisServer) -> None:
+async def test_another_machine_has_everything(
+    tmp_path: Path, shared_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
     journal = first.open()
     await put(journal, "s1", "s2")
@@ -44,33 +47,18 @@ async def test_another_machine_has_everything(tmp_path: Path, shared_server: Red
     await journal.close()
     journal = second.open()
     assert await ids(journal) == ["s1", "s2"]
-    ((stored),) = await journal.interactions("s1")
+    (stored,) = await journal.interactions("s1")
     assert stored.key == b"k"
     assert stored.interaction.output_ids.tolist() == interaction.output_ids.tolist()
     await put(journal, "s3")
     await journal.close()
+    assert "outdated" not in caplog.text
+    assert not second.run.journal(0).with_name("rank-0.sqlite.outdated").exists()
     # The first machine's file is older than the log's home: it is made again.
     journal = first.open()
     assert await ids(journal) == ["s1", "s2", "s3"]
     assert await journal.meta("run") == {"step": 3}
     await journal.close()
-
-
-async def test_a_takeover_where_no_file_was_leaves_none(
-    tmp_path: Path, shared_server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
-    journal = first.open()
-    await put(journal, "s1")
-    await journal.close()
-    journal = second.open()
-    assert await ids(journal) == ["s1"]
-    await journal.close()
-    assert not outdated(tmp_path) and "outdated" not in caplog.text
-
-
-def outdated(folder: Path) -> list[Path]:
-    return list(folder.rglob("*.outdated*"))
 
 
 async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) -> None:
@@ -96,53 +84,9 @@ async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) 
     await again.close()
 
 
-async def test_a_living_owner_keeps_its_rank(tmp_path: Path, shared_server: RedisServer) -> None:
-    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
-    journal = first.open()
-    with fails_with(StartupError, "process"):
-        await asyncio.to_thread(second.open)
-    await put(journal, "s1")
-    await journal.close()
-
-
-async def test_a_killed_server(tmp_path: Path, server: RedisServer) -> None:
-    machine = Machine(tmp_path, server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
-    server.kill()
-    for _ in range(3):
-        with fails_with(StoreUnavailable, "Redis"):
-            await put(journal, "lost")
-    assert await ids(journal) == ["s1"]
-    server.start()
-    await until_written(journal, "s2")
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
-    journal = Machine(tmp_path, server.url, "b").open()
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
-
-
 async def test_an_append_without_an_answer_is_undone(tmp_path: Path, server: RedisServer) -> None:
-    """The server runs it after its caller was told that nothing was recorded."""
-    machine = Machine(tmp_path, server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
-    server.pause()
-    with pytest.raises(StoreUnavailable):
-        await put(journal, "unanswered")
-    server.go_on()
-    await until_written(journal, "s2")
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
-    journal = Machine(tmp_path, server.url, "b").open()
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
-
-
-async def test_reads_do_not_wait_for_the_server(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    """The server runs it after its caller was told that nothing was recorded. Reads do not wait."""
+    journal = await begun(tmp_path, server.url, "s1")
     server.pause()
     write = asyncio.create_task(put(journal, "unanswered"))
     await asyncio.sleep(0.1)
@@ -152,7 +96,10 @@ async def test_reads_do_not_wait_for_the_server(tmp_path: Path, server: RedisSer
     with pytest.raises(StoreUnavailable):
         await write
     server.go_on()
+    await until_written(journal, "s2")
+    assert await ids(journal) == ["s1", "s2"]
     await journal.close()
+    assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
 
 
 async def test_a_cancelled_write_is_over_when_its_caller_is(
@@ -160,15 +107,16 @@ async def test_a_cancelled_write_is_over_when_its_caller_is(
 ) -> None:
     """Otherwise a read of the same caller, which overtakes writes, could miss it."""
     journal = Machine(tmp_path, server.url, "a").open()
-    log: Any = journal._keeper.log  # type: ignore[union-attr]
-    send, started, go = log._send, threading.Event(), threading.Event()
+    client: Any = journal.keeper.log.client  # type: ignore[union-attr]
+    send, started, go = client.evalsha, threading.Event(), threading.Event()
 
-    def slow(arguments: list[Any]) -> None:
-        started.set()
-        assert go.wait(20)
-        send(arguments)
+    def slow(*arguments: Any) -> Any:
+        if threading.current_thread().name == "journal":
+            started.set()
+            assert go.wait(20)
+        return send(*arguments)
 
-    log._send = slow
+    client.evalsha = slow
     write = asyncio.create_task(put(journal, "s1"))
     assert await asyncio.to_thread(started.wait, 20)
     write.cancel()
@@ -182,8 +130,7 @@ async def test_a_cancelled_write_is_over_when_its_caller_is(
 async def test_a_full_server_loses_nothing_acknowledged(
     tmp_path: Path, server: RedisServer
 ) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     with server.client() as client:
         client.config_set("maxmemory", "1mb")
         with pytest.raises(StoreFull):
@@ -194,24 +141,12 @@ async def test_a_full_server_loses_nothing_acknowledged(
     await put(journal, "s3")
     assert not journal.stats.full
     await journal.close()
-    journal = Machine(tmp_path, server.url, "b").open()
-    assert await ids(journal) == ["s1", "s3"]
-    await journal.close()
+    assert await elsewhere(tmp_path, server.url) == ["s1", "s3"]
 
 
-async def test_an_emptied_server_gets_everything_again(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    with server.client() as client:
-        client.flushall()
-    await until_written(journal, "s2")
-    await journal.close()
-    journal = Machine(tmp_path, server.url, "b").open()
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
-
-
-async def test_an_emptied_server_and_a_lost_machine(tmp_path: Path, server: RedisServer) -> None:
+async def test_an_emptied_server_lets_no_other_machine_begin_with_nothing(
+    tmp_path: Path, server: RedisServer
+) -> None:
     """Another machine does not begin with nothing: it names the last home."""
     first, second = (Machine(tmp_path, server.url, name) for name in "ab")
     journal = first.open()
@@ -245,30 +180,18 @@ async def test_a_trimmed_log_is_refused(tmp_path: Path, server: RedisServer) -> 
         await asyncio.to_thread(second.open)
 
 
-async def test_erased_content_leaves_the_log(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    await journal.commit(PutInteraction(make_interaction("i1", "s1")))
-    journal._keeper._next_snapshot = 0.0  # type: ignore[union-attr]
-    key = log_key(server)
-    await until_asked(server, lambda client: client.xlen(key) == 2)
-    await journal.commit(EraseContent(("s1",)))
-    await until_asked(server, lambda client: client.xlen(key) == 0)
-    await journal.close()
-    (snapshot,) = (tmp_path / "runs").rglob("*.snapshot")
-    assert b"i1" not in snapshot.read_bytes()
-
-
-async def test_a_journal_from_before_redis_goes_on_there(
+async def test_what_was_written_without_redis_goes_on_there(
     tmp_path: Path, server: RedisServer
 ) -> None:
-    first, second = (Machine(tmp_path, server.url, name) for name in "ab")
-    journal = open_journal(first.run.journal_url(0))
-    await put(journal, "s1")
-    await journal.close()
-    journal = first.open()
-    await put(journal, "s2")
-    await journal.close()
-    journal = second.open()
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
+    """Before the log began, and while it was not used."""
+    machine = Machine(tmp_path, server.url, "a")
+    for alone, logged in (("s1", "s2"), ("s3", "s4")):
+        journal = open_journal(machine.run.journal_url(0))
+        await put(journal, alone)
+        await journal.close()
+        journal = machine.open()
+        await put(journal, logged)
+        if logged == "s2":
+            await journal.close()
+    stop(journal)
+    assert await elsewhere(tmp_path, server.url) == ["s1", "s2", "s3", "s4"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,13 @@ import pytest
 import redis
 
 from any_agent.errors import StoreUnavailable
-from proxy_ext.journal import EraseContent, SQLiteJournal, open_journal
+from proxy_ext.journal import EraseContent, PutInteraction, log_keeper, redis_log
+from proxy_ext.journal import redis_scripts as scripts
+from tests.support.journal import FailingCommit, make_interaction
 from tests.support.redis_journal import (
+    Late,
     Machine,
+    begun,
     elsewhere,
     ids,
     log_key,
@@ -27,42 +30,19 @@ from tests.support.redis_server import RedisServer
 from tests.support.waiting import until
 
 
-class Late:
-    """A script of a log that does not arrive, until :meth:`arrive`."""
-
-    def __init__(self, journal: SQLiteJournal, name: str) -> None:
-        keeper: Any = journal._keeper
-        self.log: Any = keeper.log
-        self._name = name
-        self._real = getattr(self.log, name)
-        self._call: dict[str, Any] = {}
-        setattr(self.log, name, self._keep)
-
-    def _keep(self, **call: Any) -> Any:
-        self._call = call
-        raise redis.TimeoutError("no answer")
-
-    @property
-    def called(self) -> bool:
-        return bool(self._call)
-
-    def restore(self) -> None:
-        setattr(self.log, self._name, self._real)
-        self.log._silent_until = 0.0
-
-    def arrive(self) -> None:
-        self._real(**self._call)
+@pytest.fixture(autouse=True)
+def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_log, "RETRY_SECONDS", 0.0)
 
 
-async def test_a_late_retract(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    journal._keeper._take()  # type: ignore[union-attr]
-    append = Late(journal, "_append")
+async def test_a_late_retract_undoes_nothing_newer(tmp_path: Path, server: RedisServer) -> None:
+    journal = await begun(tmp_path, server.url, "s1")
+    journal.keeper.take()  # type: ignore[union-attr]
+    append = Late(journal, scripts.APPEND)
     with pytest.raises(StoreUnavailable):
         await put(journal, "unanswered")
     append.restore()
-    retract = Late(journal, "_retract")
+    retract = Late(journal, scripts.RETRACT)
     with pytest.raises(StoreUnavailable):
         await put(journal, "unanswered, too")
     retract.restore()
@@ -74,10 +54,9 @@ async def test_a_late_retract(tmp_path: Path, server: RedisServer) -> None:
     assert await elsewhere(tmp_path, server.url) == ["s1", "s2", "s3"]
 
 
-async def test_a_late_seed(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    seed = Late(journal, "_seed")
+async def test_a_late_seed_empties_no_newer_log(tmp_path: Path, server: RedisServer) -> None:
+    journal = await begun(tmp_path, server.url, "s1")
+    seed = Late(journal, scripts.SEED)
     with server.client() as client:
         client.flushall()
     with pytest.raises(StoreUnavailable):
@@ -91,43 +70,26 @@ async def test_a_late_seed(tmp_path: Path, server: RedisServer) -> None:
     assert await elsewhere(tmp_path, server.url) == ["s1", "s2", "s3"]
 
 
-async def test_a_late_snapshot(tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    keeper: Any = journal._keeper
-    snapshot = Late(journal, "_snapshot")
+async def test_a_late_snapshot_replaces_no_newer_one(tmp_path: Path, server: RedisServer) -> None:
+    journal = await begun(tmp_path, server.url, "s1")
+    keeper: Any = journal.keeper
+    snapshot = Late(journal, scripts.SNAPSHOT)
     with pytest.raises(redis.TimeoutError):
-        keeper._take()
+        keeper.take()
     snapshot.restore()
     await put(journal, "s2")
-    keeper._take()
+    keeper.take()
     snapshot.arrive()
     stop(journal)
     assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
 
 
-class FailingOnce:
-    """A connection of which one commit fails."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        self._fails = True
-
-    def execute(self, sql: str, *values: Any) -> Any:
-        if sql == "COMMIT" and self._fails:
-            self._fails = False
-            raise sqlite3.OperationalError("disk I/O error")
-        return self._connection.execute(sql, *values)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-
 @pytest.mark.parametrize("what", ["trim", "write"])
-async def test_a_file_that_does_not_commit(what: str, tmp_path: Path, server: RedisServer) -> None:
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1", "s2")
-    journal._writer.connection = FailingOnce(journal._writer.connection)  # type: ignore[assignment]
+async def test_what_the_file_did_not_commit_is_not_in_the_log(
+    what: str, tmp_path: Path, server: RedisServer
+) -> None:
+    journal = await begun(tmp_path, server.url, "s1", "s2")
+    journal.writer.connection = FailingCommit(journal.writer.connection)  # type: ignore[assignment]
     with pytest.raises(StoreUnavailable):
         await (journal.trim() if what == "trim" else put(journal, "failed"))
     await put(journal, "s3")
@@ -136,22 +98,8 @@ async def test_a_file_that_does_not_commit(what: str, tmp_path: Path, server: Re
     assert await elsewhere(tmp_path, server.url) == ["s1", "s2", "s3"]
 
 
-async def test_without_redis_for_a_while(tmp_path: Path, server: RedisServer) -> None:
-    machine = Machine(tmp_path, server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
-    await journal.close()
-    alone = open_journal(machine.run.journal_url(0))
-    await put(alone, "s2")
-    await alone.close()
-    journal = machine.open()
-    await put(journal, "s3")
-    stop(journal)
-    assert await elsewhere(tmp_path, server.url) == ["s1", "s2", "s3"]
-
-
 @pytest.mark.parametrize("state", ["older", "empty"])
-async def test_a_file_after_a_loss_of_power(
+async def test_a_file_that_a_loss_of_power_set_back_is_made_again(
     state: str, tmp_path: Path, server: RedisServer
 ) -> None:
     """It has not everything that the log's snapshot has, or nothing."""
@@ -163,11 +111,11 @@ async def test_a_file_after_a_loss_of_power(
     for end in ("", "-wal"):
         shutil.copy(f"{file}{end}", disk / f"file{end}")
     await put(journal, "s2")
-    journal._keeper._take()  # type: ignore[union-attr]
+    journal.keeper.take()  # type: ignore[union-attr]
     await put(journal, "s3")
     stop(journal)
-    await journal._reader.close()
-    await journal._writer.close()
+    await journal.reader.close()
+    await journal.writer.close()
     for old in (file, Path(f"{file}-wal"), Path(f"{file}-shm")):
         await asyncio.to_thread(old.unlink, missing_ok=True)
     if state == "older":
@@ -184,8 +132,7 @@ async def test_a_process_that_wakes_after_the_server_lost_everything(
     tmp_path: Path, server: RedisServer
 ) -> None:
     """A person let another machine begin anew: the first must not take the log back."""
-    asleep = Machine(tmp_path, server.url, "a").open()
-    await put(asleep, "s1")
+    asleep = await begun(tmp_path, server.url, "s1")
     stop(asleep)
     with server.client() as client:
         client.flushall()
@@ -201,16 +148,19 @@ async def test_a_process_that_wakes_after_the_server_lost_everything(
     await journal.close()
 
 
-async def test_erased_content_leaves_although_a_snapshot_failed(
+async def test_erased_content_leaves_the_log_although_a_snapshot_failed(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy_ext.journal.log_keeper._SNAPSHOT_PAUSE", 0.0)
-    journal = Machine(tmp_path, server.url, "a").open()
-    await put(journal, "s1")
-    snapshot = Late(journal, "_snapshot")
+    monkeypatch.setattr(log_keeper, "SNAPSHOT_PAUSE", 0.0)
+    journal = await begun(tmp_path, server.url, "s1")
+    await journal.commit(PutInteraction(make_interaction("i1", "s1")))
+    key = log_key(server)
+    await until_asked(server, lambda client: client.xlen(key) == 0)
+    snapshot = Late(journal, scripts.SNAPSHOT)
     await journal.commit(EraseContent(("s1",)))
     await until(lambda: snapshot.called, "the snapshot")
     snapshot.restore()
-    key = log_key(server)
     await until_asked(server, lambda client: client.xlen(key) == 0)
     await journal.close()
+    (kept,) = (tmp_path / "runs").rglob("*.snapshot")
+    assert b"i1" not in kept.read_bytes()

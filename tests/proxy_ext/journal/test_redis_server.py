@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import IPv4Address
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import redis
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from any_agent.errors import ConfigError, StartupError, StoreUnavailable
 from any_agent.rundir.redis_registry import RedisEntries
@@ -24,13 +22,25 @@ from proxy_ext.journal.redis_server import LogOptions, ServerCheck
 from proxy_ext.web.quota_server import QuotaServer
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
-from tests.support.redis_journal import Machine, ids, log_key, put, stop, until_asked, until_written
-from tests.support.redis_server import RedisServer
+from tests.support.redis_journal import (
+    Machine,
+    begun,
+    elsewhere,
+    ids,
+    log_key,
+    put,
+    stop,
+    until_asked,
+    until_written,
+)
+from tests.support.redis_server import RedisServer, make_cluster
 from tests.support.waiting import until
 
 
 @pytest.mark.service
-async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> None:
+async def test_no_write_is_acknowledged_without_the_replicas_that_are_wanted(
+    tmp_path: Path, server: RedisServer
+) -> None:
     machine = Machine(tmp_path, server.url, "a")
     with fails_with(ConfigError, "journal_replicas is 1", "has 0"):
         machine.open(replicas=1)
@@ -49,9 +59,7 @@ async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> 
         replica.go_on()
         await until_written(journal, "s2")
         await journal.close()
-    journal = Machine(tmp_path, server.url, "b").open()
-    assert await ids(journal) == ["s1", "s2"]
-    await journal.close()
+    assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
 
 
 async def test_a_server_at_a_socket_is_used(tmp_path: Path) -> None:
@@ -63,64 +71,50 @@ async def test_a_server_at_a_socket_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "value", "accepted"),
     [
-        (("--maxmemory-policy", "allkeys-lru"), "maxmemory-policy allkeys-lru"),
-        (("--appendonly", "no"), "appendonly no"),
-        (("--appendfsync", "everysec"), "appendfsync everysec"),
-        (("--requirepass", "secret-word"), "login"),
+        ("maxmemory-policy", "allkeys-lru", None),
+        ("appendonly", "no", None),
+        ("appendfsync", "everysec", {"durability": "everysec"}),
+        ("requirepass", "secret-word", {}),
     ],
 )
 async def test_servers_that_promise_too_little_are_refused(
-    tmp_path: Path, settings: tuple[str, str], message: str
+    tmp_path: Path, name: str, value: str, accepted: dict[str, str] | None
 ) -> None:
-    with RedisServer(tmp_path / "redis", *settings) as server:
-        machine = Machine(tmp_path, server.url, "a")
-        with fails_with((ConfigError, StartupError), message) as refused:
-            machine.open()
+    with RedisServer(tmp_path / "redis", f"--{name}", value) as server:
+        said = "login" if name == "requirepass" else f"{name} {value}"
+        with fails_with((ConfigError, StartupError), said) as refused:
+            Machine(tmp_path, server.url, "a").open()
         assert "secret-word" not in str(refused.value)
-        if "everysec" in settings:
-            journal = machine.open(durability="everysec")
-            await put(journal, "s1")
-            await journal.close()
-        if "secret-word" in settings:
-            url = f"redis://:secret-word@127.0.0.1:{server.port}/0"
-            journal = Machine(tmp_path, url, "a").open()
+        if accepted is not None:
+            url = server.url.replace("127", ":secret-word@127") if not accepted else server.url
+            journal = Machine(tmp_path, url, "a").open(**accepted)
             await put(journal, "s1")
             await journal.close()
 
 
-class Answers:
-    """A connection of which the server's answers are known."""
+def test_a_server_that_is_too_old_or_strange_is_refused() -> None:
+    check = ServerCheck(LogOptions("redis://:secret@host/0", "name", 5.0, "always", 0))
 
-    def __init__(self, *answers: object) -> None:
-        self._answers = iter(answers)
+    def server_with(info: bytes) -> Any:
+        answers = [info, {b"appendfsync": b"always"}]
+        return SimpleNamespace(
+            on_connect=lambda: None,
+            send_command=lambda *_: None,
+            read_response=lambda: answers.pop(0),
+        )
 
-    def on_connect(self) -> None: ...
-
-    def send_command(self, *_: str) -> None: ...
-
-    def read_response(self) -> object:
-        return next(self._answers)
-
-
-@pytest.mark.parametrize(
-    ("info", "message"),
-    [
+    check(server_with(b"redis_version:7.0.15\r\naof_enabled:1\r\n"))
+    assert "each commit is on the server's disk" in check.promise
+    for info, message in (
         (b"redis_version:6.2.14\r\naof_enabled:1\r\n", "6.2.14"),
         (b"# Server\r\n", "understood"),
         (b"redis_version:seven\r\n", "understood"),
-    ],
-)
-def test_a_server_that_is_too_old_or_strange(info: bytes, message: str) -> None:
-    options = LogOptions("redis://:secret@host/0", "name", 5.0, "always", 0)
-    check = ServerCheck(options)
-    settings = {b"appendfsync": b"always"}
-    check(Answers(b"redis_version:7.0.15\r\naof_enabled:1\r\n", settings))
-    assert "each commit is on the server's disk" in check.promise
-    with fails_with(redis.RedisError, message) as refused:
-        check(Answers(info, settings))
-    assert "secret" not in str(refused.value)
+    ):
+        with fails_with(redis.RedisError, message) as refused:
+            check(server_with(info))
+        assert "secret" not in str(refused.value)
 
 
 async def test_a_server_that_does_not_run_is_named(tmp_path: Path, server: RedisServer) -> None:
@@ -132,16 +126,10 @@ async def test_a_server_that_does_not_run_is_named(tmp_path: Path, server: Redis
 @pytest.mark.service
 async def test_a_cluster_keeps_the_journal(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:
-        with server.client() as client:
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-        await until_asked(server, lambda client: client.cluster("info")["cluster_state"] == "ok")
-        url = f"redis+cluster://127.0.0.1:{server.port}"
-        journal = Machine(tmp_path, url, "a").open()
-        await put(journal, "s1", "s2")
+        url = await asyncio.to_thread(make_cluster, server)
+        journal = await begun(tmp_path, url, "s1", "s2")
         await journal.close()
-        journal = Machine(tmp_path, url, "b").open()
-        assert await ids(journal) == ["s1", "s2"]
-        await journal.close()
+        assert await elsewhere(tmp_path, url) == ["s1", "s2"]
 
 
 @pytest.mark.service
@@ -162,12 +150,9 @@ async def test_tls_and_a_login_that_may_do_no_more_than_it_must(tmp_path: Path) 
         with fails_with(StartupError, "certificate verify failed"):
             Machine(tmp_path, url, "a").open()
         url += f"?ssl_ca_certs={certificate}"
-        journal = Machine(tmp_path, url, "a").open()
-        await put(journal, "s1", "s2")
+        journal = await begun(tmp_path, url, "s1", "s2")
         stop(journal)
-        journal = await asyncio.to_thread(Machine(tmp_path, url, "b").open)
-        assert await ids(journal) == ["s1", "s2"]
-        await journal.close()
+        assert await elsewhere(tmp_path, url) == ["s1", "s2"]
         await count_quotas(url)
         await asyncio.to_thread(use_registry, url)
         with server.client() as client:
@@ -211,36 +196,17 @@ def use_registry(url: str) -> None:
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Make a certificate for 127.0.0.1 that vouches for itself, and its key."""
-    private = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False
-        )
-        .sign(private, hashes.SHA256())
-    )
     certificate, key = folder / "certificate.pem", folder / "key.pem"
-    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    key.write_bytes(
-        private.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    words = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=127.0.0.1"
+    command = ["openssl", "req", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     return certificate, key
 
 
 async def test_a_server_that_promises_less_after_a_restart(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis")
     with server:
-        journal = Machine(tmp_path, server.url, "a").open()
-        await put(journal, "s1")
+        journal = await begun(tmp_path, server.url, "s1")
         server.kill()
         with RedisServer(server.folder, "--appendfsync", "everysec", port=server.port):
             await until_refused(journal, "may lose its last second")
@@ -248,9 +214,7 @@ async def test_a_server_that_promises_less_after_a_restart(tmp_path: Path) -> No
         server.start()
         await until_written(journal, "s2")
         stop(journal)
-        journal = await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
-        assert await ids(journal) == ["s1", "s2"]
-        await journal.close()
+        assert await elsewhere(tmp_path, server.url) == ["s1", "s2"]
 
 
 async def until_refused(journal: Journal, reason: str) -> None:
@@ -284,8 +248,7 @@ async def test_a_failover_loses_nothing_acknowledged(tmp_path: Path) -> None:
 @pytest.mark.service
 async def test_a_failover_to_a_server_that_promises_less(tmp_path: Path) -> None:
     with pair_with_sentinel(tmp_path, "--appendfsync", "everysec") as (one, two, url):
-        journal = Machine(tmp_path, url, "a").open()
-        await put(journal, "s1")
+        journal = await begun(tmp_path, url, "s1")
         await until_asked(two, lambda client: client.exists(log_key(one)))
         one.kill()
         await until_refused(journal, "may lose its last second")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from typing import Any
 
@@ -12,65 +13,70 @@ from hypothesis import strategies as st
 from redis.exceptions import RedisError
 
 from any_agent.errors import StoreUnavailable
-from proxy_ext.journal import redis_log
+from proxy_ext.journal import redis_log, redis_scripts
 from proxy_ext.journal.redis_log import Head, RedisLog
 from proxy_ext.journal.redis_server import LogOptions
 from tests.support.redis_server import RedisServer
 
 WRITERS = 3
+APPEND = hashlib.sha1(redis_scripts.APPEND.encode()).hexdigest()
 
 
 class Writer:
     """One process: its log, and a file that has no more than the place."""
 
     def __init__(self, url: str, name: str, number: int) -> None:
-        options = LogOptions(url, name, lease=0.001, durability="always", replicas=0)
+        self.options = LogOptions(url, name, lease=0.001, durability="always", replicas=0)
         self.number = number
         self.lives = 0
-        self.log = RedisLog(options, owner=f"writer {number}", home=f"home {number}")
+        self.log: RedisLog | None = None
         self.file = sqlite3.connect(":memory:", isolation_level=None)
         self.file.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
-        self.ready = False
         self.unanswered: set[int] = set()
         """Its writes without an answer since it began or last got one."""
 
     def claim(self) -> None:
         """Take the rank over, as a process that has just started, with everything in the log."""
-        # A new process: it has a name of its own, and no doubt.
         self.lives += 1
-        self.log.owner = f"writer {self.number} life {self.lives}"
-        self.log.stats.lost, self.log.needs_seed = None, False
-        head = self.log.claim("nobody")
+        owner = f"writer {self.number} life {self.lives}"
+        log = RedisLog(self.options, owner=owner, home=f"home {self.number}")
+        head = log.claim("nobody")
         if not isinstance(head, Head):
+            log.close()
             return
-        self.ready = True
+        self.close()
+        self.log = log
         self.unanswered = set()
-        self.log.begin(head.run or "run", head.seq)
-        self.log._doubt = None
+        log.begin(head.run or "run", head.seq)
         if not head.run:
-            self.log.seed(0, "none")
+            log.seed(0, "none")
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
 
     def write(self, value: int, fate: str) -> bool:
         """Append a commit, whose answer may be lost before or after the server has it."""
-        if not self.ready:
+        if self.log is None:
             return False
-        real = self.log._append
+        client: Any = self.log.client
+        real = client.evalsha
 
-        def lossy(**arguments: Any) -> Any:
-            if fate != "lost before":
-                answer = real(**arguments)
-            if fate == "answered":
-                return answer
-            raise RedisError("no answer")
+        def lossy(sha: str, *arguments: Any) -> Any:
+            if sha == APPEND and fate == "lost before":
+                raise RedisError("no answer")
+            answer = real(sha, *arguments)
+            if sha == APPEND and fate == "lost after":
+                raise RedisError("no answer")
+            return answer
 
-        self.log._append = lossy
-        self.log._silent_until = 0.0
+        client.evalsha = lossy
         try:
             self.log.append(self.file, [("put_meta", ("value", value))], lazy=False)
         except StoreUnavailable:
             return False
         finally:
-            self.log._append = real
+            client.evalsha = real
         return True
 
 
@@ -82,6 +88,11 @@ STEPS = st.lists(
     max_size=40,
 )
 _NAMES = iter(range(10**9))
+
+
+@pytest.fixture(autouse=True)
+def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_log, "RETRY_SECONDS", 0.0)
 
 
 @given(STEPS)
@@ -107,7 +118,7 @@ def test_at_most_one_is_acknowledged(
             doubtful.add(value)
             writer.unanswered.add(value)
     with shared_server.client() as client:
-        entries = client.xrange(f"{redis_log._PREFIX}:{{{name}}}:log")
+        entries = client.xrange(f"any-agent:{{{name}}}:log")
     numbers = [int(id.partition(b"-")[0]) for id, _ in entries]
     values = [msgpack.unpackb(fields[b"d"])[-1][1][1] for _, fields in entries]
     # Everything that was acknowledged is there, in its order, once, and nothing was renumbered.
@@ -117,5 +128,5 @@ def test_at_most_one_is_acknowledged(
     rest = [value for value in values if value not in acknowledged]
     assert set(rest) <= doubtful
     for writer in writers:
-        writer.log.close()
+        writer.close()
         writer.file.close()

@@ -43,7 +43,9 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-async def test_a_step_is_taken_again_as_it_was(proxy: Proxy) -> None:
+async def test_a_step_is_taken_again_as_it_was_and_again_after_a_restart(
+    start: Start, proxy: Proxy
+) -> None:
     one, two = await group_of(proxy, "g")
     before = await proxy.lease(owner="first")
     stale = Rejection(session_id=two, reason="stale")
@@ -55,15 +57,18 @@ async def test_a_step_is_taken_again_as_it_was(proxy: Proxy) -> None:
     assert [await state(proxy, id) for id in (one, two)] == ["leased", "leased"]
     now = await proxy.admit(10, owner="next", held=[one, two])
     assert (now["buffered"], now["admitted"]) == (2, 2)
-    for _ in range(2):  # once more is the same
-        assert len(await replay(proxy, one, two)) == 2
+    again = await replay(proxy, one, two)  # once more is the same
+    await proxy.service.journal.close()
+    proxy = await start()
+    assert [await state(proxy, id) for id in (one, two)] == ["leased", "leased"]
+    assert [plain(t) for t in await replay(proxy, one, two)] == [plain(t) for t in again]
     await proxy.client.ack(owner="next", trained=[one], rejected=[stale])
     assert [await state(proxy, id) for id in (one, two)] == ["trained", "rejected"]
     assert (await proxy.capacity())["buffered"] == 0
     assert one not in proxy.service.sessions.live
 
 
-async def test_finalized_ones_and_those_of_another_trainer(proxy: Proxy) -> None:
+async def test_a_replay_takes_over_what_another_trainer_had(proxy: Proxy) -> None:
     waiting = (await proxy.finished_session())["session_id"]
     assert [t.session_id for t in await replay(proxy, waiting, owner="first")] == [waiting]
     assert [t.session_id for t in await replay(proxy, waiting)] == [waiting]
@@ -85,7 +90,10 @@ async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> Non
         await replay(proxy, trained, running, exported, aborted)
     for named in (f"{running} is open", f"{exported} is leased", f"{aborted} is aborted"):
         assert named in raised.value.message
-    # All or none.
+    # All or none; and only a replay leads out of `trained`.
+    for path, more in (("lease", {"owner": "trainer"}), ("export_trajectories", {})):
+        body = {"session_ids": [trained], **more}
+        assert (await proxy.http.post(f"/rl/v1/{path}", json=body)).status_code == 409
     assert await state(proxy, trained) == "trained"
     with fails_with(NotFound, code="session_not_found"):
         await replay(proxy, "ses-0-0000000000000000")
@@ -94,18 +102,9 @@ async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> Non
         await proxy.client.request("POST", "/lease", {"owner": "next", "replay": True})
 
 
-async def test_only_a_replay_leads_out_of_trained(proxy: Proxy) -> None:
-    trained = (await proxy.finished_session())["session_id"]
-    await proxy.lease()
-    await proxy.client.ack(owner="trainer", trained=[trained], rejected=[])
-    body = {"owner": "trainer", "session_ids": [trained]}
-    response = await proxy.http.post("/rl/v1/lease", json=body)
-    assert response.status_code == 409
-    response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": [trained]})
-    assert response.status_code == 409
-
-
-async def test_given_back_they_are_handed_out_as_their_group(proxy: Proxy) -> None:
+async def test_replayed_sessions_that_are_given_back_are_handed_out_as_their_group(
+    proxy: Proxy,
+) -> None:
     """The trainer that replayed them died, too."""
     one, two = await group_of(proxy, "g")
     await proxy.lease(owner="first")
@@ -130,20 +129,6 @@ async def test_a_later_generation_of_the_task_stays_the_one_that_is_joined(proxy
     current = await member()
     await replay(proxy, *ids)
     assert (await member())["group_id"] == current["group_id"] != first[0]["group_id"]
-
-
-async def test_replayed_ones_survive_the_proxy(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(10)
-    one, two = await group_of(proxy, "g")
-    await proxy.lease()
-    await proxy.client.ack(owner="trainer", trained=[one, two], rejected=[])
-    before = [plain(t) for t in await replay(proxy, one, two)]
-    await proxy.service.journal.close()
-    again = await start()
-    assert [await state(again, id) for id in (one, two)] == ["leased", "leased"]
-    assert [plain(t) for t in await replay(again, one, two)] == before
-    assert await again.client.ack(owner="next", trained=[one, two], rejected=[]) == 2
 
 
 async def test_a_resume_that_leaves_in_the_middle_loses_nothing(
@@ -189,7 +174,7 @@ async def test_a_new_trainers_lease_is_not_taken_back_as_the_last_ones(
     async def slow(*statements: Statement) -> None:
         if not message:
             message.append(asyncio.create_task(proxy.admit(10, owner="next", held=[id])))
-            await until(lambda: proxy.service.leases._last_message[0] == "next")
+            await until(lambda: proxy.service.sessions.admission.limit == 10)
         await commit(*statements)
 
     monkeypatch.setattr(proxy.service.journal, "commit", slow)

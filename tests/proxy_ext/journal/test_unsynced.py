@@ -44,10 +44,10 @@ async def test_after_a_loss_of_power_the_file_is_made_again(
     """It was not synced: anything may be on the disk."""
     machine = Machine(tmp_path, shared_server.url, "a")
     journal = machine.open()
-    (mode,) = journal._writer.connection.execute("PRAGMA synchronous").fetchone()
+    (mode,) = journal.writer.connection.execute("PRAGMA synchronous").fetchone()
     assert mode == 0
     await put(journal, "s1", "s2")
-    file = journal._path
+    file = journal.path
     stop(journal)
     changed(file, "UPDATE sessions SET id = 'lost' WHERE id = 's1'")
     journal = await asyncio.to_thread(machine.open)
@@ -70,11 +70,11 @@ async def test_without_the_id_of_a_boot_no_unsynced_file_is_trusted(
     journal = machine.open()
     await put(journal, "s1")
     stop(journal)
-    assert not files.is_whole(journal._path)
+    assert not files.is_whole(journal.path)
     journal = await asyncio.to_thread(machine.open)
     assert await ids(journal) == ["s1"]
     await journal.close()
-    assert files.is_whole(journal._path)
+    assert files.is_whole(journal.path)
 
 
 async def test_a_file_that_is_read_meanwhile_is_synced(
@@ -85,11 +85,11 @@ async def test_a_file_that_is_read_meanwhile_is_synced(
     journal = machine.open()
     await put(journal, "s1")
     stop(journal)
-    with closing(sqlite3.connect(journal._path, isolation_level=None)) as reader:
+    with closing(sqlite3.connect(journal.path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT COUNT(*) FROM sessions").fetchone()
         journal = await asyncio.to_thread(machine.open)
-        (mode,) = journal._writer.connection.execute("PRAGMA synchronous").fetchone()
+        (mode,) = journal.writer.connection.execute("PRAGMA synchronous").fetchone()
         assert mode == 1
     await journal.close()
 
@@ -100,7 +100,7 @@ async def test_after_a_normal_end_another_boot_changes_nothing(
     machine = Machine(tmp_path, server.url, "a")
     journal = machine.open()
     await put(journal, "s1")
-    file = journal._path
+    file = journal.path
     await journal.close()
     changed(file, "UPDATE sessions SET id = 'kept' WHERE id = 's1'")
     another_boot()
@@ -127,15 +127,15 @@ async def test_a_late_end_does_not_say_that_anothers_work_is_synced(
     stop(first)  # it does nothing for a lease
     second = await asyncio.to_thread(machine.open)
     await first.close()
-    with closing(sqlite3.connect(second._path)) as connection:
+    with closing(sqlite3.connect(second.path)) as connection:
         assert statements.unsynced_by(connection) == (boot_clock.boot_id(), second.stats.claim)
     await second.close()
-    assert files.is_whole(second._path)
-    with closing(sqlite3.connect(second._path)) as connection:
+    assert files.is_whole(second.path)
+    with closing(sqlite3.connect(second.path)) as connection:
         assert statements.unsynced_by(connection) is None
 
 
-async def test_a_loss_of_power_and_the_log(
+async def test_an_unsynced_file_does_not_begin_a_lost_log_anew(
     tmp_path: Path, server: RedisServer, another_boot: Callable[[], None]
 ) -> None:
     """Refuse to begin with a file that nobody has whole."""
@@ -155,7 +155,7 @@ async def test_a_loss_of_power_and_the_log(
     await journal.close()
 
 
-async def test_an_unsynced_file_without_its_log(
+async def test_an_unsynced_file_used_without_its_log_says_so(
     tmp_path: Path,
     server: RedisServer,
     another_boot: Callable[[], None],

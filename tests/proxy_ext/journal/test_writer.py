@@ -37,7 +37,7 @@ class HeldOpens:
         first = statements[0] if statements else None
         if isinstance(first, PutSession) and first.row.state is SessionState.OPEN:
             self._go.clear()
-            self._journal._writer.submit(JournalJob(lambda _: self._go.wait(60), writes=True))
+            self._journal.writer.submit(JournalJob(lambda _: self._go.wait(60), writes=True))
             self.looking, self.opening = 0, first.row.id
         await self._commit(*statements)
 

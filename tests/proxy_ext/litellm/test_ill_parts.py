@@ -9,11 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.chat import load_chat_format
 from tests.support import litellm
-from tests.support.fake_provider import Provider
 from tests.support.ports import own_port
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.proxy import HELLO
 
 pytestmark = pytest.mark.service
 
@@ -38,35 +36,31 @@ raises, blocks = Raises(), Blocks()
 WAITING = 4
 UNANSWERED = 64  # events that the process of the callbacks is given before it answers one
 SESSIONS = 40
-HELLO = [{"role": "user", "content": "Hello."}]
 
 
 async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    monkeypatch.setenv(litellm.VARIABLE, litellm.SECRET)
-    provider = Provider()
-    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
     (tmp_path / "ill.py").write_text(ILL)
-    async with provider.serve() as url, engine.serve():
-        data = litellm.examples(url)
+
+    def change(data: dict[str, Any]) -> None:
         data["litellm_settings"] |= {
             "callbacks": ["ill.raises", "ill.blocks"],
             "cache": True,
             "cache_params": {"type": "redis", "host": "127.0.0.1", "port": own_port()},
         }
-        path = litellm.write_litellm(tmp_path, data)
-        own = {"max_waiting_events": WAITING}
-        async with litellm.rank(path, tiny_model_dir, engine.url, own=own) as http:
-            slowest = 0.0
-            for _ in range(SESSIONS):
-                began = time.monotonic()
-                await _a_session(http)
-                slowest = max(slowest, time.monotonic() - began)
-            assert (await http.get("/readyz")).status_code == 200
-            dropped = await _dropped(http)
-            ended = time.monotonic()
-        ended = time.monotonic() - ended
+
+    own = {"max_waiting_events": WAITING}
+    async with litellm.running(tmp_path, tiny_model_dir, change, own=own) as rank:
+        slowest = 0.0
+        for _ in range(SESSIONS):
+            began = time.monotonic()
+            await _a_session(rank.http)
+            slowest = max(slowest, time.monotonic() - began)
+        assert (await rank.http.get("/readyz")).status_code == 200
+        dropped = await _dropped(rank.http)
+        ended = time.monotonic()
+    ended = time.monotonic() - ended
     print(f"{SESSIONS} sessions, the slowest {slowest:.2f} s; {dropped:.0f} events dropped")
     # A session has a call, a reward and an end of the policy's.
     assert dropped >= 3 * SESSIONS - UNANSWERED - WAITING - 1, "an event was lost without a count"
@@ -76,8 +70,7 @@ async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(
 
 async def _a_session(http: httpx.AsyncClient) -> None:
     """Play a session of both models; each answer is there though nothing of LiteLLM's is told."""
-    opened = await http.post("/rl/v1/start_session", json={"mode": "eval"})
-    key = {"Authorization": f"Bearer {opened.json()['api_key']}"}
+    key = await litellm.session(http)
     for model in ("policy", "planner"):
         body: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 4}
         answer = await http.post("/v1/chat/completions", json=body, headers=key)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from any_agent.chat import load_chat_format
 from tests.support import litellm
-from tests.support.fake_provider import Provider
 from tests.support.frozen import ANSWER_USD, PRICE, refused
-from tests.support.proxy import HELLO
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.proxy import HELLO, until
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -45,11 +41,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-@dataclass
-class Rank:
-    http: httpx.AsyncClient
-    folder: Path
-
+class Rank(litellm.Rank):
     async def open(self, key: str) -> httpx.Response:
         body = {"mode": "eval"}
         return await self.http.post("/rl/v1/start_session", json=body, headers=bearer(key))
@@ -65,51 +57,42 @@ class Rank:
 
     async def spent(self, key: str, *, rows: int = 1) -> list[dict[str, Any]]:
         """Return the rows of LiteLLM's log for a key, once there are so many."""
-        async with asyncio.timeout(20):
-            while True:
-                text = (self.folder / "spending.jsonl").read_text()
-                found = [json.loads(line) for line in text.splitlines()]
-                # Refusals have rows, too, without a cost.
-                found = [r for r in found if r["api_key"] == hash_of(key) and r["spend"]]
-                if len(found) >= rows:
-                    return found
-                await asyncio.sleep(0.05)
+
+        def found() -> list[dict[str, Any]] | None:
+            text = (self.folder / "spending.jsonl").read_text()
+            lines = [json.loads(line) for line in text.splitlines()]
+            # Refusals have rows, too, without a cost.
+            of_key = [r for r in lines if r["api_key"] == hash_of(key) and r["spend"]]
+            return of_key if len(of_key) >= rows else None
+
+        return list(await until(found))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rank(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
 ) -> AsyncIterator[Rank]:
+    def change(data: dict[str, Any]) -> None:
+        data["model_list"][0]["litellm_params"] |= PRICE
+        data["litellm_settings"]["callbacks"] = ["callbacks.log", "litellm_database.log"]
+        # In an included file a database may be named.
+        data["include"] = ["more.yaml"]
+
     folder = tmp_path_factory.mktemp("keys")
-    provider = Provider()
-    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
+    (folder / "keys.json").write_text(json.dumps({hash_of(k): v for k, v in KEYS.items()}))
+    (folder / "spending.jsonl").touch()
+    shutil.copy(Path(litellm.__file__).with_name("litellm_database.py"), folder)
+    (folder / "more.yaml").write_text("{}")
+    own = {"policy_input_cost_per_token": INPUT_USD, "policy_output_cost_per_token": OUTPUT_USD}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(litellm.VARIABLE, litellm.SECRET)
-        patch.setenv("TEST_CALLBACK_LOG", str(folder / "told.jsonl"))
         patch.setenv("TEST_KEYS", str(folder / "keys.json"))
         patch.setenv("TEST_SPENDING", str(folder / "spending.jsonl"))
-        (folder / "keys.json").write_text(json.dumps({hash_of(k): v for k, v in KEYS.items()}))
-        for name in ("told.jsonl", "spending.jsonl"):
-            (folder / name).touch()
-        shutil.copy(Path(litellm.__file__).with_name("litellm_database.py"), folder)
-        (folder / "more.yaml").write_text("{}")
-        async with provider.serve() as url, engine.serve():
-            data = litellm.examples(url)
-            data["model_list"][0]["litellm_params"] |= PRICE
-            data["litellm_settings"]["callbacks"] = ["callbacks.log", "litellm_database.log"]
-            # In an included file a database may be named.
-            data["include"] = ["more.yaml"]
-            path = litellm.write_litellm(folder, data)
-            own = {
-                "policy_input_cost_per_token": INPUT_USD,
-                "policy_output_cost_per_token": OUTPUT_USD,
-            }
-            async with litellm.rank(path, tiny_model_dir, engine.url, own=own) as http:
-                made = Rank(http, folder)
-                async with asyncio.timeout(30):
-                    while (await made.open("sk-other")).status_code != 200:  # noqa: ASYNC110
-                        await asyncio.sleep(0.1)
-                yield made
+        async with litellm.running(folder, tiny_model_dir, change, own=own) as made:
+            rank = Rank(**vars(made))
+            async with asyncio.timeout(30):
+                while (await rank.open("sk-other")).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            yield rank
     log = (folder / "ours" / "proxy.log").read_text()
     assert not [key for key in KEYS if key in log]
 
@@ -134,12 +117,12 @@ async def test_a_session_of_a_key_is_counted_for_it(rank: Rank) -> None:
     assert row["model_group"] == "planner" and row["spend"] == pytest.approx(ANSWER_USD)
 
 
-async def test_a_key_calls_without_a_session(rank: Rank) -> None:
+async def test_a_key_without_a_session_calls_nothing(rank: Rank) -> None:
     refused(await rank.call("sk-other"), 401, "no_session")
     assert (await rank.call("sk-other", "planner")).status_code == 401
 
 
-async def test_a_key_over_its_budget(rank: Rank) -> None:
+async def test_a_key_over_its_budget_only_ends_what_it_has_opened(rank: Rank) -> None:
     id, key = await rank.opened("sk-poor")
     assert (await rank.call(key)).status_code == 200
     (row,) = await rank.spent("sk-poor")
@@ -167,7 +150,7 @@ async def test_a_key_over_its_budget(rank: Rank) -> None:
     assert ended.status_code == 200, ended.text
 
 
-async def test_a_key_for_other_models(rank: Rank) -> None:
+async def test_a_key_for_other_models_calls_no_policy(rank: Rank) -> None:
     _, key = await rank.opened("sk-planner-only")
     assert "'policy' is not available" in refused(await rank.call(key), 403, "forbidden")
     assert (await rank.call(key, "planner")).status_code == 200
@@ -184,7 +167,7 @@ async def test_a_key_for_other_models(rank: Rank) -> None:
         ("another", "not valid here"),
     ],
 )
-async def test_a_key_that_litellm_refuses(rank: Rank, key: str, said: str) -> None:
+async def test_a_key_that_litellm_refuses_opens_nothing(rank: Rank, key: str, said: str) -> None:
     assert said in refused(await rank.open(key), 401, "invalid_api_key")
     assert said in refused(await rank.call(key), 401, "invalid_api_key")
 
@@ -201,20 +184,12 @@ async def test_a_key_has_the_rights_of_a_tenant(rank: Rank) -> None:
         refused(await rank.http.get(path, headers=bearer(key)), 403, "forbidden")
 
 
-async def test_callbacks_learn_of_the_key(rank: Rank) -> None:
+async def test_callbacks_learn_of_the_key_and_metrics_count_what_was_charged(rank: Rank) -> None:
     _, key = await rank.opened("sk-rich")
     answer = await rank.call(key)
     id = answer.headers["x-any-agent-interaction"]
-    async with asyncio.timeout(30):
-        while True:
-            lines = map(json.loads, (rank.folder / "told.jsonl").read_text().splitlines())
-            if found := [line for line in lines if line["id"] == id]:
-                break
-            await asyncio.sleep(0.05)
+    found = await until(lambda: [line for line in rank.told() if line["id"] == id])
     assert [line["about"]["user_api_key"] for line in found] == [hash_of("sk-rich")]
-
-
-async def test_metrics_count_what_was_charged(rank: Rank) -> None:
     text = (await rank.http.get("/metrics")).text
     counted = [line for line in text.splitlines() if line.startswith("any_agent_litellm_events")]
     assert [line for line in counted if 'outcome="charged"' in line and not line.endswith(" 0.0")]

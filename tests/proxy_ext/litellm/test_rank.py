@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,23 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from any_agent.chat import load_chat_format
 from any_agent.config import load_resolved
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import Interaction
 from proxy_ext.journal.reader import ExportFilter, JournalReader, StoredSession
 from tests.support import litellm
-from tests.support.fake_provider import Provider
-from tests.support.frozen import BODIES, refused
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.frozen import ANSWER_USD, BODIES, PRICE, refused
+from tests.support.proxy import HELLO, until
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-HELLO = [{"role": "user", "content": "Hello."}]
-PRICE = {"input_cost_per_token": 0.01, "output_cost_per_token": 0.1}
-ANSWER_USD = 0.37
 IMAGE_USD = 1.5
 MAX_CALLS = 3
 IMAGE = {"model": "painter", "prompt": "a cat"}
 COUNTS = ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
 
 
-@dataclass
-class Rank:
-    http: httpx.AsyncClient
-    provider: Provider
-    engine: ScriptedEngine
-    folder: Path
-
+class Rank(litellm.Rank):
     async def open(self, **fields: Any) -> tuple[str, dict[str, str]]:
         body = {"mode": "eval", **fields}
         response = await self.http.post("/rl/v1/start_session", json=body)
@@ -63,60 +51,40 @@ class Rank:
         (found,) = [s for s in stored if isinstance(s, StoredSession) and s.row.id == session_id]
         return found.interactions
 
-    def told(self) -> list[dict[str, Any]]:
-        """Return the lines that the callback wrote."""
-        path = self.folder / "told.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    async def await_told(self, holds: Any) -> list[dict[str, Any]]:
-        async with asyncio.timeout(30):
-            while not holds(lines := self.told()):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        return lines
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rank(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
 ) -> AsyncIterator[Rank]:
+    def change(data: dict[str, Any]) -> None:
+        planner = data["model_list"][0]["litellm_params"]
+        params = dict(planner)
+        planner |= PRICE
+        text = {**planner, "model": "text-completion-openai/gpt-3.5-turbo-instruct"}
+        cached = {**planner, "cache": {"use-cache": True}}
+        data["model_list"] += [
+            {"model_name": "learner", "litellm_params": {"model": "any-agent/policy"}},
+            {"model_name": "text", "litellm_params": text},
+            {"model_name": "cached", "litellm_params": cached},
+            {
+                "model_name": "painter",
+                "litellm_params": {**params, "model": "openai/dall-e-3"},
+                "model_info": {"mode": "image_generation", "output_cost_per_image": IMAGE_USD},
+            },
+        ]
+        settings = data["litellm_settings"]
+        settings |= {"cache": True, "cache_params": {"type": "local", "mode": "default_off"}}
+
     folder = tmp_path_factory.mktemp("rank")
-    provider = Provider()
-    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(litellm.VARIABLE, litellm.SECRET)
-        patch.setenv("TEST_CALLBACK_LOG", str(folder / "told.jsonl"))
-        (folder / "told.jsonl").touch()
-        async with provider.serve() as url, engine.serve():
-            data = litellm.examples(url)
-            planner = data["model_list"][0]["litellm_params"]
-            params = dict(planner)
-            planner |= PRICE
-            text = {**planner, "model": "text-completion-openai/gpt-3.5-turbo-instruct"}
-            cached = {**planner, "cache": {"use-cache": True}}
-            data["model_list"] += [
-                {"model_name": "learner", "litellm_params": {"model": "any-agent/policy"}},
-                {"model_name": "text", "litellm_params": text},
-                {"model_name": "cached", "litellm_params": cached},
-                {
-                    "model_name": "painter",
-                    "litellm_params": {**params, "model": "openai/dall-e-3"},
-                    "model_info": {"mode": "image_generation", "output_cost_per_image": IMAGE_USD},
-                },
-            ]
-            settings = data["litellm_settings"]
-            settings |= {"cache": True, "cache_params": {"type": "local", "mode": "default_off"}}
-            path = litellm.write_litellm(folder, data)
-            frozen = {"session_usd": 1.0, "timeout": 20.0, "max_calls": MAX_CALLS}
-            own = {
-                "policy_input_cost_per_token": 0.5,
-                "policy_output_cost_per_token": 0.25,
-                "policy_guardrails": ["before", "after", "strict"],
-                "policy_vetoes": ["strict"],
-            }
-            async with litellm.rank(
-                path, tiny_model_dir, engine.url, frozen=frozen, own=own
-            ) as http:
-                yield Rank(http, provider, engine, folder)
+    frozen = {"session_usd": 1.0, "timeout": 20.0, "max_calls": MAX_CALLS}
+    own = {
+        "policy_input_cost_per_token": 0.5,
+        "policy_output_cost_per_token": 0.25,
+        "policy_guardrails": ["before", "after", "strict"],
+        "policy_vetoes": ["strict"],
+    }
+    async with litellm.running(folder, tiny_model_dir, change, frozen=frozen, own=own) as made:
+        yield Rank(**vars(made))
     log = (folder / "ours" / "proxy.log").read_text()
     assert litellm.SECRET not in log and litellm.ADMIN not in log
 
@@ -147,19 +115,19 @@ async def test_a_call_is_recorded_with_its_cost(rank: Rank, path: str, stream: b
     assert ("usage" in response.text) is not (stream and chat)
 
 
-@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
-async def test_a_stream_without_a_reported_usage_is_an_estimate(
-    rank: Rank, options: dict[str, Any]
-) -> None:
-    id, key = await rank.open()
-    rank.provider.said_usage = False
-    try:
-        assert (await rank.chat(key, "planner", stream=True, **options)).is_success
-    finally:
-        rank.provider.said_usage = True
-    (kept,) = rank.recorded(id)
-    told = kept.request["frozen"]
-    assert told["estimated"] is True and told["usage"]["total_tokens"] > 0
+async def test_a_stream_costs_what_its_usage_says_and_without_one_an_estimate(rank: Rank) -> None:
+    wanted = {"stream_options": {"include_usage": True}}
+    for reported, options in ((True, wanted), (False, wanted), (False, {})):
+        id, key = await rank.open()
+        rank.provider.said_usage = reported
+        try:
+            assert (await rank.chat(key, "planner", stream=True, **options)).is_success
+        finally:
+            rank.provider.said_usage = True
+        (kept,) = rank.recorded(id)
+        told = kept.request["frozen"]
+        assert told["estimated"] is not reported and told["usage"]["total_tokens"] > 0
+        assert not reported or told["cost_usd"] == pytest.approx(ANSWER_USD)
 
 
 async def test_a_provider_of_text_completions_is_asked_for_usage(rank: Rank) -> None:
@@ -190,47 +158,29 @@ async def test_an_answer_of_the_cache_costs_nothing(rank: Rank, stream: bool) ->
     assert [each["usage"]["total_tokens"] for each in told] == [10, 10]
 
 
-async def test_a_stream_of_a_fallback_has_the_fallbacks_usage_and_model(rank: Rank) -> None:
-    id, key = await rank.open()
-    rank.provider.fail("500")
-    assert (await rank.chat(key, "planner", stream=True)).status_code == 200
-    (kept,) = rank.recorded(id)
-    told = kept.request["frozen"]
-    assert told["provider_model"] == "gpt-4o-0613"
-    assert told["estimated"] is False and told["usage"]["total_tokens"] == 10
+async def test_a_fallback_answers_and_is_recorded_once_with_its_usage(rank: Rank) -> None:
+    for stream in (False, True):
+        id, key = await rank.open()
+        before = len(rank.provider.requests)
+        rank.provider.fail("500")
+        response = await rank.chat(key, "planner", stream=stream)
+        assert response.status_code == 200
+        assert stream or response.headers["x-litellm-attempted-fallbacks"] == "1"
+        assert len(rank.provider.requests) == before + 2
+        (kept,) = rank.recorded(id)
+        told = kept.request["frozen"]
+        assert told["provider_model"] == "gpt-4o-0613"
+        assert told["estimated"] is False and told["usage"]["total_tokens"] == 10
 
 
-async def test_a_stream_with_usage_costs_what_it_says(rank: Rank) -> None:
-    id, key = await rank.open()
-    options = {"include_usage": True}
-    assert (await rank.chat(key, "planner", stream=True, stream_options=options)).is_success
-    (kept,) = rank.recorded(id)
-    assert kept.request["frozen"]["cost_usd"] == pytest.approx(ANSWER_USD)
-    assert kept.request["frozen"]["estimated"] is False
-
-
-async def test_a_fallback_answers_and_is_recorded_once(rank: Rank) -> None:
-    id, key = await rank.open()
-    before = len(rank.provider.requests)
-    rank.provider.fail("500")
-    response = await rank.chat(key, "planner")
-    assert response.status_code == 200 and response.headers["x-litellm-attempted-fallbacks"] == "1"
-    assert len(rank.provider.requests) == before + 2
-    (kept,) = rank.recorded(id)
-    assert kept.request["frozen"]["provider_model"] == "gpt-4o-0613"
-
-
-async def test_the_policy_and_a_planner_in_one_session(rank: Rank) -> None:
+async def test_only_the_policys_calls_of_a_session_are_trained_on(rank: Rank) -> None:
     id, key = await rank.open()
     assert (await rank.chat(key, "planner")).status_code == 200
     for name in ("policy", "learner"):
         assert (await rank.chat(key, name, max_tokens=4)).status_code == 200
     kinds = [each.untrainable_reason for each in rank.recorded(id)]
     assert kinds == ["frozen_model", None, None]
-
-
-async def test_with_an_entry_of_the_policy_no_other_name_means_it(rank: Rank) -> None:
-    _, key = await rank.open()
+    # With an entry of the policy no other name means it.
     refused(await rank.chat(key, "gpt-unknown"), 404, "model_not_found")
     deployed = (await rank.http.get("/model/info")).json()["data"]
     assert "any-agent/policy" not in str(deployed[1:]), "LiteLLM routes nothing to it"
@@ -247,16 +197,14 @@ async def test_a_sessions_cap_holds(rank: Rank) -> None:
     assert (await rank.chat(key, "policy", max_tokens=2)).status_code == 200
 
 
-async def test_an_error_of_litellm_reaches_the_client(rank: Rank) -> None:
+async def test_an_error_of_the_provider_reaches_the_client_and_a_hang_has_an_end(
+    rank: Rank,
+) -> None:
     id, key = await rank.open()
     rank.provider.fail("400")
     response = await rank.chat(key, "backup", temperature=9)
     assert response.status_code == 400 and "temperature is out of range" in response.text
     assert not rank.recorded(id)
-
-
-async def test_a_provider_that_hangs_ends_by_the_deadline(rank: Rank) -> None:
-    _, key = await rank.open()
     rank.provider.fail("hang")
     refused(await rank.chat(key, "any/gpt-slow"), 504, "provider_timeout")
 
@@ -272,53 +220,7 @@ async def test_a_client_that_leaves_ends_the_call_at_the_provider(rank: Rank) ->
             headers=key,
             timeout=1.0,
         )
-    async with asyncio.timeout(5):
-        while rank.provider.left == before:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        "api_base",
-        "api_key",
-        "num_retries",
-        "fallbacks",
-        "user_config",
-        "router_settings_override",
-        "guardrails",
-        "litellm_metadata",
-        "mock_response",
-        "mock_testing_fallbacks",
-        "aws_region_name",
-        "Vertex_Project",
-    ],
-)
-async def test_what_the_operator_sets_is_refused_from_a_client(rank: Rank, field: str) -> None:
-    _, key = await rank.open()
-    before = len(rank.provider.requests)
-    refused(await rank.chat(key, "planner", **{field: "x"}), 400, "unsupported_parameter")
-    assert len(rank.provider.requests) == before
-
-
-async def test_headers_of_a_client_set_nothing(rank: Rank) -> None:
-    _, key = await rank.open()
-    before = len(rank.provider.requests)
-    for name, value in (("x-litellm-timeout", "0.001"), ("x-litellm-num-retries", "7")):
-        body = {"model": "any/gpt-z", "messages": HELLO}
-        rank.provider.fail("500")
-        answer = await rank.http.post(
-            "/v1/chat/completions", json=body, headers=key | {name: value}
-        )
-        assert answer.status_code == 500
-    assert len(rank.provider.requests) == before + 2
-    for each in rank.provider.requests[before:]:
-        assert "sk-v1." not in str(each)
-
-
-async def test_a_call_names_one_model(rank: Rank) -> None:
-    _, key = await rank.open()
-    refused(await rank.chat(key, "any/gpt-a,backup"), 400, "invalid_request")
+    await until(lambda: rank.provider.left > before)
 
 
 # -- its other routes ---------------------------------------------------------------------------
@@ -342,23 +244,7 @@ async def test_the_policy_is_one_of_its_models(rank: Rank) -> None:
     assert areals == {"status": "ok", "workers": 1}
 
 
-async def test_keys_and_routes(rank: Rank) -> None:
-    _, key = await rank.open()
-    refused(await rank.http.get("/spend/logs", headers=key), 403, "forbidden")
-    refused(await rank.http.post("/key/generate", json={}, headers=key), 403, "forbidden")
-    nobody = {"Authorization": ""}
-    refused(await rank.http.get("/model/info", headers=nobody), 401, "invalid_api_key")
-    virtual = {"Authorization": "Bearer sk-virtual"}
-    refused(await rank.http.get("/model/info", headers=virtual), 401, "invalid_api_key")
-    refused(await rank.http.get("/no/such/route"), 404, "not_found")
-    refused(await rank.http.get("/v1/realtime"), 404, "not_found")
-    # LiteLLM's own words: it has no database here.
-    no_database = await rank.http.get("/spend/logs")
-    assert no_database.status_code == 500 and "Database not connected" in no_database.text
-    assert (await rank.http.get("/model/info", headers=key)).status_code == 200
-
-
-async def test_its_ui_is_an_admins(rank: Rank) -> None:
+async def test_its_ui_is_for_admins_alone(rank: Rank) -> None:
     page = await rank.http.get("/ui/")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     found = re.search(r'src="(/[^"]*_next/[^"]*)"', page.text)
@@ -404,9 +290,7 @@ async def test_calls_at_other_routes_are_bounded_with_the_others(rank: Rank) -> 
     async with asyncio.TaskGroup() as group:
         images = [group.create_task(paint()) for _ in range(MAX_CALLS)]
         try:
-            async with asyncio.timeout(10):
-                while len(rank.provider.requests) < before + MAX_CALLS:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until(lambda: len(rank.provider.requests) == before + MAX_CALLS)
             refused(await paint(), 429, "too_many_calls")
             refused(await rank.chat(key, "planner"), 429, "too_many_calls")
         finally:
@@ -471,46 +355,27 @@ async def test_a_guardrail_vetoes_a_session(rank: Rank) -> None:
 # -- callbacks ----------------------------------------------------------------------------------
 
 
-async def test_callbacks_see_each_of_the_policys_calls_once(rank: Rank) -> None:
+async def test_callbacks_see_the_cost_of_each_of_the_policys_calls(rank: Rank) -> None:
     id, key = await rank.open(task_id="task-1")
     first = (await rank.chat(key, "policy", max_tokens=4)).json()
-    said = first["choices"][0]["message"]
-    talk = [*HELLO, said, {"role": "user", "content": "Again."}]
-    body = {"model": "policy", "messages": talk, "max_tokens": 4, "stream": True}
-    assert (await rank.http.post("/v1/chat/completions", json=body, headers=key)).status_code == 200
-    reward = await rank.http.post("/rl/v1/set_reward", json={"reward": 0.5}, headers=key)
-    assert reward.status_code == 200, reward.text
-    done = await rank.http.post("/rl/v1/finalize", json={}, headers=key)
-    assert done.status_code == 200, done.text
+    talk = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
+    answer = await rank.chat(key, "policy", messages=talk, max_tokens=4, stream=True)
+    assert answer.status_code == 200
 
-    def mine(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [line for line in lines if line["about"].get("session_id") == id]
+    def mine() -> list[dict[str, Any]]:
+        return [line for line in rank.told() if line["about"].get("session_id") == id]
 
-    lines = mine(await rank.await_told(lambda lines: len(mine(lines)) >= 4))
-    kept = rank.recorded(id)
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        by_kind.setdefault(line["about"]["any_agent_event"], []).append(line)
-    assert {kind: len(found) for kind, found in by_kind.items()} == {
-        "completion": 2,
-        "reward": 1,
-        "end": 1,
-    }
-    for line, interaction in zip(
-        sorted(by_kind["completion"], key=lambda line: len(line["messages"])), kept, strict=True
-    ):
+    await until(lambda: len(mine()) >= 2)
+    lines = mine()
+    assert [line["about"]["any_agent_event"] for line in lines] == ["completion"] * 2
+    ordered = sorted(lines, key=lambda line: len(line["messages"]))
+    for line, interaction in zip(ordered, rank.recorded(id), strict=True):
         assert line["id"] == line["about"]["interaction_id"] == interaction.id
         assert line["model"] == "policy" and line["about"]["task_id"] == "task-1"
-        assert line["about"]["version"] == 0
         prompt, output = line["tokens"]
         assert output == len(interaction.output_ids)
         assert line["cost"] == pytest.approx(0.5 * prompt + 0.25 * output)
-    assert by_kind["completion"][0]["messages"][0] == HELLO[0]
-    assert by_kind["reward"][0]["about"]["reward"] == 0.5
-    assert by_kind["end"][0]["about"]["state"] == "evaluated"
-
-
-async def test_metrics_count_the_events(rank: Rank) -> None:
+    assert ordered[0]["messages"][0] == HELLO[0]
     text = (await rank.http.get("/metrics")).text
     counted = {
         line.split(" ")[0]: float(line.split(" ")[1])

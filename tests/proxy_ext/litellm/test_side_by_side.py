@@ -13,11 +13,11 @@ import pytest
 from proxy_ext.web.exchange import HOLD_SECONDS
 from tests.support import litellm
 from tests.support.fake_provider import Fault, Provider
+from tests.support.proxy import HELLO
 from tests.support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.service
 
-HELLO = [{"role": "user", "content": "Hello."}]
 _DIFFERENT = re.compile(
     rb'"(?:created|created_at|id|item_id|response_id|response_cost|request_id|litellm_call_id)"'
     rb':\s*(?:"[^"]*"|[0-9.e-]+)'

@@ -6,79 +6,30 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import gzip
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from aiohttp import web
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
-from any_agent.chat import load_chat_format
 from tests.support import litellm
-from tests.support.fake_provider import Provider
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.otlp import Collector, collector, values
+from tests.support.proxy import HELLO
 
+__all__ = ["collector"]
 pytestmark = pytest.mark.service
 
 LANGFUSE, OTLP = "/api/public/otel/v1/traces", "/v1/traces"
 ABOUT, PREFIX = "user_api_key_auth_metadata", "langfuse.observation.metadata."
 USAGE, CALL = "langfuse.observation.usage_details", "litellm_call_id"
-HELLO = [{"role": "user", "content": "Hello."}]
-
-
-class Sink:
-    """Keeps the attributes of every span, by the path that it came to."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.spans: list[tuple[str, str, dict[str, Any]]] = []
-        self.authorizations: set[str] = set()
-
-    async def _take(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        if request.headers.get("content-encoding") == "gzip" and body[:2] == b"\x1f\x8b":
-            body = gzip.decompress(body)
-        self.authorizations.add(request.headers.get("authorization", ""))
-        message = trace_service_pb2.ExportTraceServiceRequest.FromString(body)
-        for resource in message.resource_spans:
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    told = {each.key: _plain(each.value) for each in span.attributes}
-                    self.spans.append((request.path, span.name, told))
-        answer = trace_service_pb2.ExportTraceServiceResponse().SerializeToString()
-        return web.Response(body=answer, content_type="application/x-protobuf")
-
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[None]:
-        app = web.Application(client_max_size=64 << 20)
-        for path in (LANGFUSE, OTLP):
-            app.router.add_post(path, self._take)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        try:
-            yield
-        finally:
-            await runner.cleanup()
-
-
-def _plain(value: Any) -> Any:
-    return getattr(value, value.WhichOneof("value") or "string_value")
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setenv(litellm.VARIABLE, litellm.SECRET)
     monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", "pk-test")
     monkeypatch.setenv("LANGFUSE_SECRET_KEY", "sk-test")
     monkeypatch.setenv("OTEL_EXPORTER", "otlp_http")
@@ -106,22 +57,24 @@ async def play(http: httpx.AsyncClient) -> tuple[str, str, list[str]]:
 
 
 async def test_each_call_is_told_once(
-    tmp_path: Path, tiny_model_dir: Path, environment: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    environment: pytest.MonkeyPatch,
+    collector: Collector,
 ) -> None:
-    sink, provider = Sink(), Provider()
-    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
-    async with sink.serve(), provider.serve() as url, engine.serve():
-        environment.setenv("LANGFUSE_HOST", sink.url)
-        environment.setenv("OTEL_ENDPOINT", f"{sink.url}{OTLP}")
-        data = litellm.examples(url)
+    def change(data: dict[str, Any]) -> None:
         data["litellm_settings"]["callbacks"] = ["langfuse", "otel", "prometheus"]
-        path = litellm.write_litellm(tmp_path, data)
-        async with litellm.rank(path, tiny_model_dir, engine.url) as http:
-            id, group, calls = await play(http)
-            await await_metrics(http)
-        # The rank has ended, and with it the process of its callbacks: all that was told is here.
+
+    environment.setenv("LANGFUSE_HOST", collector.url)
+    environment.setenv("OTEL_ENDPOINT", f"{collector.url}{OTLP}")
+    async with litellm.running(tmp_path, tiny_model_dir, change) as rank:
+        id, group, calls = await play(rank.http)
+        await await_metrics(rank.http)
+    spans = [values(span.attributes) for span in collector.spans]
+    told = [*told_of(collector.paths, spans)]
+    # The rank has ended, and with it the process of its callbacks: all that was told is here.
     for where in (LANGFUSE, OTLP):
-        events = [about for path, about, _ in told_of(sink) if path == where]
+        events = [about for path, about in told if path == where]
         kinds = Counter(about["any_agent_event"] for about in events)
         assert kinds == {"completion": 2, "reward": 1, "end": 1}, where
         assert {about["session_id"] for about in events} == {id}
@@ -131,10 +84,10 @@ async def test_each_call_is_told_once(
         assert [about["version"] for about in done] == [0, 0]
         (reward,) = (about for about in events if about["any_agent_event"] == "reward")
         assert reward["reward"] == 0.5
-    planner = [span for _, _, span in sink.spans if span.get(f"{PREFIX}{CALL}") == calls[0]]
+    planner = [span for span in spans if span.get(f"{PREFIX}{CALL}") == calls[0]]
     (usage,) = (json.loads(span[USAGE]) for span in planner)
     assert (usage["input"], usage["output"]) == (7, 3)
-    assert sum("llm.openai.model" in span for _, _, span in sink.spans) == 1
+    assert sum("llm.openai.model" in span for span in spans) == 1
 
 
 async def await_metrics(http: httpx.AsyncClient) -> None:
@@ -155,11 +108,10 @@ async def await_metrics(http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.2)
 
 
-def told_of(sink: Sink) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """The policy's events: their path, what they are about, and their span's attributes."""
-    for path, _, span in sink.spans:
-        name = f"{PREFIX}{ABOUT}" if path == LANGFUSE else f"metadata.{ABOUT}"
-        text = span.get(name)
+def told_of(paths: list[str], spans: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The policy's events: their path, and what they are about."""
+    for path, span in zip(paths, spans, strict=True):
+        text = span.get(f"{PREFIX}{ABOUT}" if path == LANGFUSE else f"metadata.{ABOUT}")
         about = ast.literal_eval(text.replace("null", "None")) if text else {}
         if "any_agent_event" in about:
-            yield path, about, span
+            yield path, about

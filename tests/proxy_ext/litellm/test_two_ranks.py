@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from any_agent.chat import load_chat_format
@@ -24,78 +22,54 @@ LIMIT = 4
 """Calls a minute of the limited model."""
 
 
-class Pair:
-    def __init__(self, ranks: list[httpx.AsyncClient], provider: Provider, log: Path) -> None:
-        self.ranks = ranks
-        self.provider = provider
-        self.log = log
-        self._keys: dict[int, dict[str, str]] = {}
-
-    async def ask(self, rank: int, model: str, text: str = "Hello.") -> httpx.Response:
-        body = {"model": model, "messages": [{"role": "user", "content": text}]}
-        if rank not in self._keys:
-            self._keys[rank] = await litellm.session(self.ranks[rank])
-        return await self.ranks[rank].post(
-            "/v1/chat/completions", json=body, headers=self._keys[rank]
-        )
-
-    async def statuses(self, rank: int, model: str, calls: int) -> list[int]:
-        return [(await self.ask(rank, model)).status_code for _ in range(calls)]
+def shared(data: dict[str, Any], port: int) -> None:
+    """Let LiteLLM's examples share the Redis at a port."""
+    planner = data["model_list"][0]["litellm_params"]
+    cached = {**planner, "cache": {"use-cache": True}}
+    data["model_list"] += [
+        {"model_name": "limited", "litellm_params": {**planner, "rpm": LIMIT}},
+        {"model_name": "cached", "litellm_params": cached},
+    ]
+    settings, router = data["litellm_settings"], data["router_settings"]
+    where = {"host": "127.0.0.1", "port": port}
+    settings |= {"cache": True, "cache_params": {"type": "redis", **where, "mode": "default_off"}}
+    del settings["callbacks"], settings["fallbacks"]
+    router["optional_pre_call_checks"] = ["enforce_model_rate_limits"]
+    router |= {"redis_host": where["host"], "redis_port": port}
 
 
-@asynccontextmanager
-async def running(
-    folder: Path, model: Path, patch: pytest.MonkeyPatch, redis: int
-) -> AsyncIterator[Pair]:
-    """Two ranks that share the server at the port ``redis``."""
-    patch.setenv(litellm.VARIABLE, litellm.SECRET)
-    provider = Provider()
-    engine = ScriptedEngine(decode=load_chat_format(str(model)).decode)
-    async with provider.serve() as url, engine.serve(), AsyncExitStack() as stack:
-        data = litellm.examples(url)
-        planner = data["model_list"][0]["litellm_params"]
-        cached = {**planner, "cache": {"use-cache": True}}
-        data["model_list"] += [
-            {"model_name": "limited", "litellm_params": {**planner, "rpm": LIMIT}},
-            {"model_name": "cached", "litellm_params": cached},
-        ]
-        where: dict[str, Any] = {"host": "127.0.0.1", "port": redis}
-        settings, router = data["litellm_settings"], data["router_settings"]
-        settings |= {"cache": True}
-        settings["cache_params"] = {"type": "redis", **where, "mode": "default_off"}
-        del settings["callbacks"], settings["fallbacks"]
-        router["optional_pre_call_checks"] = ["enforce_model_rate_limits"]
-        router |= {"redis_host": where["host"], "redis_port": redis}
-        path = litellm.write_litellm(folder, data)
-        ranks = [
-            await stack.enter_async_context(
-                litellm.rank(path, model, engine.url, number=number, ranks=2)
-            )
-            for number in range(2)
-        ]
-        yield Pair(ranks, provider, folder / "ours" / "proxy.log")
-
-
-async def a_minute_with_room() -> None:
-    """LiteLLM counts by the minute of the clock."""
-    if (left := 60 - time.time() % 60) < 20:
-        await asyncio.sleep(left)
-
-
-async def test_limits_and_cache(
+async def test_ranks_share_limits_and_cache(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(litellm.VARIABLE, litellm.SECRET)
+    provider = Provider()
+    engine = ScriptedEngine(decode=load_chat_format(str(tiny_model_dir)).decode)
     with RedisServer(tmp_path / "redis") as redis:
-        async with running(tmp_path, tiny_model_dir, monkeypatch, redis.port) as pair:
+        async with provider.serve() as url, engine.serve(), AsyncExitStack() as stack:
+            data = litellm.examples(url)
+            shared(data, redis.port)
+            path, ranks = litellm.write_litellm(tmp_path, data), []
+            for number in range(2):
+                rank = litellm.rank(path, tiny_model_dir, engine.url, number=number, ranks=2)
+                http = await stack.enter_async_context(rank)
+                ranks.append((http, await litellm.session(http)))
+
+            async def ask(rank: int, model: str) -> int:
+                http, key = ranks[rank]
+                body = {"model": model, "messages": [{"role": "user", "content": "Hello."}]}
+                answer = await http.post("/v1/chat/completions", json=body, headers=key)
+                return answer.status_code
+
             for rank in (0, 1):
-                answer = await pair.ask(rank, "cached", "Remember this.")
-                assert answer.status_code == 200, answer.text
+                assert await ask(rank, "cached") == 200
                 # LiteLLM stores an answer after its end.
                 await asyncio.sleep(0.5)
-            assert len(pair.provider.requests) == 1
-            await a_minute_with_room()
+            assert len(provider.requests) == 1
+            # LiteLLM counts by the minute of the clock.
+            if (left := 60 - time.time() % 60) < 20:
+                await asyncio.sleep(left)
             # One rank may use the whole limit, and the other has nothing left.
-            assert await pair.statuses(0, "limited", LIMIT) == [200] * LIMIT
-            assert await pair.statuses(1, "limited", LIMIT) == [429] * LIMIT
-            log = pair.log.read_text()
+            assert [await ask(0, "limited") for _ in range(LIMIT)] == [200] * LIMIT
+            assert [await ask(1, "limited") for _ in range(LIMIT)] == [429] * LIMIT
+            log = (tmp_path / "ours" / "proxy.log").read_text()
     assert "are shared by Redis" in log and "has no Redis" not in log

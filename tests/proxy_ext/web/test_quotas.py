@@ -6,7 +6,7 @@ import pytest
 
 from any_agent.auth.key_store import TenantLimits
 from any_agent.errors import TooManyRequests
-from proxy_ext.web.quotas import QUOTAS, TenantQuotas
+from proxy_ext.web.quotas import TenantQuotas
 
 
 class Lab:
@@ -107,10 +107,16 @@ async def test_open_sessions_count_those_being_opened() -> None:
 
 
 async def test_each_rank_enforces_its_share_rounded_up() -> None:
-    shared = Lab(ranks=3, open_sessions=5, requests_per_second=4, tokens_per_second=1).quotas
-    assert [shared._share(quota, "alice") for quota in QUOTAS] == [2, 2, 1]
-    lab = Lab(ranks=3, requests_per_second=4)
+    lab = Lab(ranks=3, open_sessions=5, requests_per_second=4, tokens_per_second=1)
     assert await lab.allowed() == 10
+    for _ in range(2):
+        await lab.quotas.begin_open("alice")
+    with pytest.raises(TooManyRequests):
+        await lab.quotas.begin_open("alice")
+    lab.quotas.charge_tokens("alice", 10)
+    with pytest.raises(TooManyRequests) as refused:
+        await lab.quotas.require_tokens("alice")
+    assert refused.value.headers()["Retry-After"] == "6", "five of ten are owed at one a second"
 
 
 async def test_nobody_else_is_held_up() -> None:
@@ -142,7 +148,7 @@ async def test_a_changed_limit_holds_at_once() -> None:
 
 
 async def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy_ext.web.quotas._MAX_BUCKETS", 8)
+    monkeypatch.setattr("proxy_ext.web.quotas.MAX_BUCKETS", 8)
     now = 0.0
     quotas = TenantQuotas(
         lambda _, quota: 1 if quota == "requests_per_second" else None,
@@ -153,8 +159,8 @@ async def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(100):
         await quotas.charge_request(f"t{number}")
         now += 1.0
-        assert len(quotas._buckets) <= 8
+        assert len(quotas.buckets) <= 8
     for number in range(5):
         with await quotas.begin_open(f"t{number}"):
             pass
-    assert not quotas._opening
+        assert quotas.held(f"t{number}") == 0

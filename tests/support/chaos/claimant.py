@@ -33,7 +33,7 @@ async def main(folder: Path, url: str, name: str, lease: float) -> None:
 
 async def write(journal: SQLiteJournal, name: str, number: int) -> int:
     """Write until another process has the rank; return the number of the last session."""
-    log: Any = journal._keeper.log  # type: ignore[union-attr]
+    log: Any = journal.keeper.log  # type: ignore[union-attr]
     while journal.stats.lost is None:
         number += 1
         session_id = f"{name}-{number}"
