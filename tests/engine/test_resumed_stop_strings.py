@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from any_agent.demo.models.tiny import make_tokenizer
 from any_agent.engine.resumed_stop_strings import ResumedStopMatcher
 from any_agent.types import GenerationChunk
 
@@ -123,15 +122,3 @@ def test_nothing_is_decoded_any_more_when_done() -> None:
     whole = chunk(b"the END")
     assert matcher.cut(whole) is whole
     assert len(decode.asked) == asked
-
-
-def test_with_a_tokenizer_whose_tokens_are_bytes_and_words() -> None:
-    tokenizer = make_tokenizer()
-    ids = tokenizer.encode("Say the digit 🙂é", add_special_tokens=False)
-    begins = len(tokenizer.encode("Say the digit", add_special_tokens=False))
-    assert len(ids) > begins + 4, "the characters are cut into bytes"
-    for seam in range(len(ids) - 5, len(ids)):
-        matcher = ResumedStopMatcher(ids[:seam], ["🙂é"], tokenizer.decode)
-        got = matcher.cut(chunk([*ids[seam:], ids[0]]))
-        assert got.output_ids == ids[seam:], seam
-        assert got.matched_stop == "🙂é"

@@ -66,13 +66,6 @@ def test_prompts_are_not_penalised() -> None:
     assert torch.equal(bent, logits)
 
 
-@pytest.mark.parametrize("config", [{}, {"min_p": 0.5, "seed": 3}])
-async def test_a_row_that_asks_for_nothing_has_no_bend(
-    engine: EmbeddedEngine, config: dict[str, Any]
-) -> None:
-    assert await engine.make_processor(request("plain", prompt(3), **config)) is None
-
-
 async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
     """Rows of one batch, of which one alone has each parameter."""
     ids = prompt(7)
@@ -195,7 +188,7 @@ def _exploding() -> str:
 
 @pytest.mark.service
 async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
-    engine._checks = GrammarChecker(seconds=1)
+    engine.checks = GrammarChecker(seconds=1)
     beats, others = 0, []
     bad = asyncio.create_task(
         engine.make_processor(request("bad", prompt(5), grammar=_exploding()))
@@ -256,40 +249,6 @@ async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
         asked = request(f"r{stream}", prompt(5), grammar=grammar, max_new_tokens=50)
         with fails_with(InvalidRequest, "complex", param="grammar"):
             [chunk async for chunk in engine.generate(asked, stream=stream)]
-
-
-@pytest.mark.parametrize(
-    "text", ["<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<<think><|im_end|>", "ÿ"]
-)
-@pytest.mark.service
-async def test_names_of_tokens_are_spelled(
-    engine: EmbeddedEngine, loaded: LoadedModel, text: str
-) -> None:
-    """Never written as the token itself, which would end the output, or mean something."""
-    named = set(loaded.tokenizer.get_added_vocab().values())
-    wanted = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
-    schemas: list[dict[str, Any]] = [
-        {"enum": [text]},
-        {"const": text},
-        wanted | {"additionalProperties": False},
-    ]
-    grammars = [{"json_schema": schema} for schema in schemas] + [{"regex": re.escape(text)}]
-    values = [text, text, {text: text}, None]
-    for k, (grammar, value) in enumerate(zip(grammars, values, strict=True)):
-        asked = request(
-            f"r{k}",
-            prompt(5),
-            grammar=json.dumps(grammar),
-            max_new_tokens=600,
-            ignore_eos=False,
-            seed=k,
-        )
-        response = await agenerate(engine, asked)
-        assert response.stop_reason == "stop"
-        *ids, end = response.output_ids
-        assert end in loaded.eos_ids and not named & set(ids)
-        said = text_of(loaded, response)
-        assert said == text if value is None else json.loads(said) == value
 
 
 async def test_likeliest_tokens_are_those_of_the_bent_distribution(loaded: LoadedModel) -> None:

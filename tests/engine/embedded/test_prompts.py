@@ -88,7 +88,7 @@ async def test_new_weights_compute_a_running_prompt_again(
 
 
 async def test_old_prompts_make_room(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.engine.embedded.prompts._MAX_KEPT_TOKENS", 40)
+    monkeypatch.setattr("any_agent.engine.embedded.prompts.MAX_KEPT_TOKENS", 40)
     async with EmbeddedEngine(loaded) as engine:
         cached = []
         for number, seed in enumerate([1, 2, 1, 3, 2, 3, 1]):

@@ -118,7 +118,7 @@ async def test_a_group_that_nobody_leads(
     engine: EmbeddedEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Joining blocks nothing, and a bad wish is refused at once."""
-    monkeypatch.setattr(weight_process_group, "_JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(weight_process_group, "JOIN_TIMEOUT", timedelta(seconds=1))
     url = await serve(engine)
     good = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     good |= {"group_name": "g", "backend": "gloo"}

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from array import array
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.engine import SGLangEngine, agenerate
-from any_agent.engine.sglang import client as sglang
-from any_agent.engine.sglang.client import _remaining_request
+from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang.requests import slots_of
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import (
@@ -165,22 +160,6 @@ async def test_a_stop_string_across_the_seam(
     assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", stop)
 
 
-@BOTH
-async def test_a_stop_string_after_the_seam_is_the_engines(
-    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
-) -> None:
-    tokens = [30, 31, 32, 33, 34, 35]
-    stop = scripted.decode([33, 34])
-    scripted.say(tokens)
-    scripted.say(tokens[2:])
-    scripted.hold(2)
-    work = asyncio.create_task(all_of(client, request(stop=(stop,)), stream=stream))
-    await update_at(client, scripted, 2, 1, work)
-    chunks = await work
-    assert joined(chunks)[0] == tokens[:5]
-    assert chunks[-1].matched_stop == stop
-
-
 async def test_in_place_updates_keep_the_request(scripted: ScriptedEngine) -> None:
     async with client_of(scripted, update_mode="in_place") as client:
         held = scripted.hold(3)
@@ -284,15 +263,6 @@ async def test_an_abort_ends_one_request_alone(
         assert joined(await work)[0] == FORMULA[:10]
 
 
-def test_no_attempt_is_the_beginning_of_another() -> None:
-    rids = [
-        _remaining_request(request(rid), array("i", []), attempt).rid
-        for rid in ("r", "r1", "r-1", "r.1", "1-r")
-        for attempt in range(12)
-    ]
-    assert not [(a, b) for a in rids for b in rids if a is not b and b.startswith(a)]
-
-
 @BOTH
 async def test_an_abort_without_an_update_is_an_error(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
@@ -369,38 +339,6 @@ async def test_sglangs_name_for_the_first_weights(scripted: ScriptedEngine) -> N
         assert joined(await all_of(client, request(), stream=True))[2] == [0] * 10
 
 
-async def test_agenerate_returns_the_whole_response(client: SGLangEngine) -> None:
-    response = await agenerate(client, request())
-    assert response.input_ids == PROMPT
-    assert len(response.output_ids) == len(response.output_logprobs) == 10
-    assert response.stop_reason == "length"
-
-
-@BOTH
-@pytest.mark.service
-async def test_with_the_embedded_engine(tiny_model_dir: Path, stream: bool) -> None:
-    """The same client, a real model: a greedy run that an update to the same weights cuts."""
-    from any_agent.engine.embedded.engine import EmbeddedEngine
-    from any_agent.engine.embedded.server import EngineServer, listen
-
-    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
-        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
-        client = SGLangEngine(f"http://127.0.0.1:{port}", decode=lambda _: "")
-        try:
-            greedy = request("a", temperature=0, max_new_tokens=300, ignore_eos=True)
-            plain = await agenerate(client, greedy)
-            work = asyncio.create_task(all_of(client, greedy, stream=stream))
-            await until(lambda: engine.loop.load[0] > 0)
-            await client.pause()
-            await client.resume(0)
-            ids, logprobs, _ = joined(await work)
-        finally:
-            await client.close()
-            await runner.cleanup()
-    assert ids == plain.output_ids
-    assert logprobs == pytest.approx(plain.output_logprobs, abs=1e-3)
-
-
 async def test_the_context_of_the_embedded_engine_and_of_sglang(
     scripted: ScriptedEngine, client: SGLangEngine
 ) -> None:
@@ -442,22 +380,3 @@ async def test_slots_are_asked_of_the_engine(
     assert await client.slots() == 3
     await scripted.die()
     assert await client.slots() is None
-
-
-async def test_a_long_answer_is_read_off_the_loop(
-    client: SGLangEngine, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = request(max_new_tokens=5)
-    (at_once,) = await all_of(client, asked, stream=False)
-    threads: list[threading.Thread] = []
-    read = sglang._read_reply
-
-    def noted(*args: Any) -> Any:
-        threads.append(threading.current_thread())
-        return read(*args)
-
-    monkeypatch.setattr(sglang, "_LONG_REPLY", 100)
-    monkeypatch.setattr(sglang, "_read_reply", noted)
-    assert await all_of(client, asked, stream=False) == [at_once]
-    assert threading.main_thread() not in threads
-    assert len(threads) == 1

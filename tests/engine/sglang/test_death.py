@@ -184,17 +184,6 @@ async def test_a_budget_that_was_spent_before_the_engine_could_say_so(
     assert len(scripted.requests) == 1
 
 
-async def test_a_stop_string_across_a_death(client: SGLangEngine, scripted: ScriptedEngine) -> None:
-    tokens = [30, 31, 32, 33, 34, 35]
-    stop = scripted.decode([31, 32, 33])
-    scripted.say(tokens)
-    scripted.say(tokens[2:])
-    scripted.fail("die", after=2)
-    chunks = await all_of(client, request(stop=(stop,)), stream=True)
-    assert joined(chunks)[0] == tokens[:4]
-    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", stop)
-
-
 async def test_in_place_updates_do_not_hinder(scripted: ScriptedEngine) -> None:
     """What an update kept is lost with the engine, and computed anew."""
     async with client_of(scripted, update_mode="in_place") as client:
@@ -240,20 +229,6 @@ async def test_a_loop_that_dies_under_a_stream(
     ids, _, versions = joined(await work)
     assert ids == FORMULA[:10]
     assert versions == [0] * 3 + [1] * 7
-
-
-@BOTH
-@pytest.mark.parametrize("status", [429, 503])
-async def test_a_living_engines_full_queue_is_told(
-    client: SGLangEngine, scripted: ScriptedEngine, stream: bool, status: int
-) -> None:
-    scripted.fail("status", status=status)
-    with fails_with(EngineUnavailable, str(status)) as raised:
-        await all_of(client, request(), stream=stream)
-    assert raised.value.retry_after
-    assert len(scripted.requests) == 1
-    assert not client.away
-    assert scripted.aborted == []
 
 
 # -- deaths and weight updates ----------------------------------------------------------------

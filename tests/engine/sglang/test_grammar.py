@@ -95,18 +95,6 @@ async def test_an_engine_that_dies_cuts_them(
         await all_of(client, request(grammar=GRAMMAR), stream=True)
 
 
-async def test_in_place_they_are_kept(scripted: ScriptedEngine) -> None:
-    async with client_of(scripted, update_mode="in_place") as client:
-        held = scripted.hold(3)
-        work = asyncio.create_task(all_of(client, request(grammar=GRAMMAR), stream=True))
-        await until(lambda: at(scripted, 3))
-        await client.pause()
-        scripted.weight_version = "1"
-        await client.resume(1)
-        held.set()
-        assert joined(await work)[2] == [0] * 3 + [1] * 7
-
-
 @BOTH
 async def test_packed_ids_and_likeliest_tokens_across_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
@@ -145,20 +133,6 @@ async def test_capabilities_are_asked_once_and_after_a_death(
     scripted.fail("die", after=0)
     await all_of(client, request(), stream=True)
     assert not (await client.capabilities()).grammar
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-async def test_a_cumulative_stream_is_warned_of(
-    client: SGLangEngine,
-    scripted: ScriptedEngine,
-    caplog: pytest.LogCaptureFixture,
-    incremental: bool,
-) -> None:
-    scripted.told = {"incremental_streaming_output": incremental}
-    await client.capabilities()
-    await client.capabilities()
-    warned = [r for r in caplog.records if "--incremental-streaming-output" in r.getMessage()]
-    assert len(warned) == (0 if incremental else 1)
 
 
 async def test_capabilities_of_an_engine_that_is_away(

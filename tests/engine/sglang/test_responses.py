@@ -6,14 +6,12 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 
 from any_agent.engine.sglang.requests import capabilities_of, generate_body
 from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
-from any_agent.types import id_array
 from tests.support.engine.sglang import PROMPT, request
 from tests.support.errors import fails_with
 
@@ -67,17 +65,6 @@ def test_grammars_are_sglangs(grammar: str, name: str, text: Any) -> None:
     (found,) = {"json_schema", "regex"} & sampling.keys()
     assert found == name
     assert (orjson.loads(sampling[name]) if name == "json_schema" else sampling[name]) == text
-
-
-def test_neutral_parameters_are_not_sent() -> None:
-    sampling = orjson.loads(generate_body(request(), stream=False))["sampling_params"]
-    assert not sampling.keys() & {*EVERYTHING, "json_schema", "regex", "sampling_seed"}
-
-
-def test_packed_ids_are_sent_as_they_are() -> None:
-    ids = np.arange(25_000, dtype=np.int32)
-    listed = generate_body(request(ids=ids.tolist()), stream=False)
-    assert generate_body(replace(request(), input_ids=id_array(ids)), stream=False) == listed
 
 
 # -- what is read ------------------------------------------------------------------------------
