@@ -37,23 +37,6 @@ async def test_a_response_can_be_read_again_and_rewarded(
     assert client.export_interactions()[answer.id].reward == 1.0
 
 
-async def test_the_stream_helper_accumulates_the_whole_answer(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, CALL))
-    tools: Any = [ADD]
-    async with client.responses.stream(model=MODEL, input="2 + 3?", tools=tools) as stream:
-        kinds = [event.type async for event in stream]
-        final = await stream.get_final_response()
-    assert kinds[0] == "response.created"
-    assert kinds[-1] == "response.completed"
-    (recorded,) = client.interactions
-    assert recorded.id == final.id
-    whole = await client.responses.retrieve(final.id)
-    assert [item.type for item in final.output] == ["function_call"]
-    assert whole.output[0].arguments == final.output[0].arguments  # type: ignore[union-attr]
-
-
 async def test_three_turns_by_the_previous_ones_id(
     client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
@@ -97,9 +80,3 @@ async def test_a_session_may_mix_both_apis(
     applied = client.apply_reward_discount(0.5)
     assert [(id, one.reward) for id, one in applied.items()] == [(root.id, 0.5), (child.id, 1.0)]
     assert list(client.export_interactions("concat")) == [child.id]
-
-
-async def test_a_refused_parameter_records_nothing(client: EngineOpenAI) -> None:
-    with fails_with(openai.BadRequestError, param="background"):
-        await client.responses.create(model=MODEL, input="x", background=True)
-    assert not client.interactions

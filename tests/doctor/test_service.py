@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -87,10 +88,10 @@ async def test_a_service_that_takes_anything(service: str) -> None:
 async def test_a_session_is_ended_whatever_happens(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def explode(*_: object) -> None:
+    def explode(*_: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("any_agent.doctor.service._verdict", explode)
+    monkeypatch.setattr("any_agent.doctor.service.LAW", Mock(judge=explode, passed=lambda *_: None))
     with fails_with(RuntimeError, "boom"):
         await service_laws(service, None)
     listed = await asyncio.to_thread(sessions, service)

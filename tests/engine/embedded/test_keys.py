@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from any_agent.auth.engine_key import read_key_file, write_key_file
 from any_agent.engine import SGLangEngine
+from any_agent.engine.embedded.__main__ import main
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.server import EngineServer
 from any_agent.engine.sglang.probe import probe_engine
@@ -115,3 +117,15 @@ def test_a_key_file_is_private_and_a_damaged_one_refused(tmp_path: Path) -> None
             read_key_file(path)
     path.write_text(json.dumps({"api-key": "theirs"}))
     assert read_key_file(path) == "theirs"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0"])
+def test_another_address_needs_a_key_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    """Before it loads anything: whoever reaches an engine may change its weights."""
+    monkeypatch.setattr("sys.argv", ["engine", "--model-path", "/none", "--host", host])
+    interval = sys.getswitchinterval()
+    assert main() == 2
+    sys.setswitchinterval(interval)
+    assert ("--key-file" if host == "10.0.0.1" else host) in capsys.readouterr().err

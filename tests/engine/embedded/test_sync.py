@@ -19,6 +19,7 @@ from any_agent.engine.weight_serialization import pack
 from tests.support.engine.embedded import Serve
 from tests.support.engine.sglang_contract import call
 from tests.support.engine.sync_contract import SyncContract
+from tests.support.engine.updates_contract import UpdatesContract
 
 
 @pytest.fixture
@@ -37,7 +38,16 @@ async def engines(tiny_model_dir: Path, serve: Serve) -> AsyncIterator[list[str]
         yield [await serve(engine) for engine in two]
 
 
+@pytest.fixture
+async def url(engines: list[str]) -> str:
+    return engines[0]
+
+
 class TestSync(SyncContract):
+    pass
+
+
+class TestUpdates(UpdatesContract):
     pass
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine.sglang.requests import _refused, failure, refusal
+from any_agent.engine.sglang.requests import failure, refusal, refused
 from any_agent.engine.sglang.responses import ChunkReader
 from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import request
@@ -114,6 +114,6 @@ async def test_an_unreadable_error_is_quoted_nowhere(status: int, told: bytes) -
         async def read(self) -> bytes:
             return told
 
-    for error in (await failure(Answer()), _refused(status, "/generate", told)):  # type: ignore[arg-type]
+    for error in (await failure(Answer()), refused(status, "/generate", told)):  # type: ignore[arg-type]
         assert SECRET not in error.message
         assert "sha256" in error.message

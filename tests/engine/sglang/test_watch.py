@@ -133,15 +133,15 @@ async def test_a_late_answer_ends_the_silence_without_a_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A sample waits behind all the calls that keep a busy engine from answering in time."""
-    monkeypatch.setattr("any_agent.engine.sglang.watch._INTERVAL", 0.05)
+    monkeypatch.setattr("any_agent.engine.sglang.watch.INTERVAL", 0.05)
     scripted = ScriptedEngine()
     async with scripted.serve(), watching(scripted.url) as client:
-        answers, late = client._control.answers, True
+        answers, late = SGLangControl.answers, True
 
-        async def answer(path: str, *, within: float) -> bool:
-            return not late and await answers(path, within=within)
+        async def answer(control: SGLangControl, path: str, *, within: float) -> bool:
+            return not late and await answers(control, path, within=within)
 
-        monkeypatch.setattr(client._control, "answers", answer)
+        monkeypatch.setattr(SGLangControl, "answers", answer)
         scripted.ill = True
         await until(lambda: client.away)
         late = False
@@ -164,9 +164,9 @@ async def test_any_answer_is_one_and_the_watchers_own_hanging_is_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that is sick, or wants a key, has a living HTTP process."""
-    monkeypatch.setattr("any_agent.engine.sglang.watch._INTERVAL", 0.01)
-    monkeypatch.setattr("any_agent.engine.sglang.watch._ANSWER_WITHIN", 0.2)
-    monkeypatch.setattr("any_agent.engine.sglang.watch._LATE", 0.1)
+    monkeypatch.setattr("any_agent.engine.sglang.watch.INTERVAL", 0.01)
+    monkeypatch.setattr("any_agent.engine.sglang.watch.ANSWER_WITHIN", 0.2)
+    monkeypatch.setattr("any_agent.engine.sglang.watch.LATE", 0.1)
 
     class Control(SGLangControl):
         def __init__(self) -> None:
@@ -178,9 +178,6 @@ async def test_any_answer_is_one_and_the_watchers_own_hanging_is_no_silence(
                 time.sleep(within + 0.2)  # noqa: ASYNC251
             return False
 
-    scripted = ScriptedEngine()
-    async with scripted.serve(), watching(scripted.url) as client:
-        assert await client._control.answers("/nothing", within=5)
     control = Control()
     seen = []
     async for silence in silences(control):
