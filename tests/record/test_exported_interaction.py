@@ -6,7 +6,6 @@ import torch
 
 from any_agent.errors import InvalidTrajectory
 from any_agent.record import (
-    CompletionWithTokenLogpReward,
     InteractionTree,
     InteractionWithTokenLogpReward,
     chat_completion_of,
@@ -176,16 +175,6 @@ def test_what_has_no_tokens_has_no_tensors() -> None:
     short = InteractionWithTokenLogpReward(ModelResponse([1], [2, 3], [-0.5], [0, 0], "stop"))
     with fails_with(InvalidTrajectory, "version"):
         short.to_tensor_dict()
-
-
-def test_a_completion_has_its_own_tokens_and_reward() -> None:
-    by_hand = CompletionWithTokenLogpReward(id="x", text="hi", token_ids=[1], logprobs=[-0.5])
-    assert by_hand.reward is None
-    recorded = interaction("b", [5], [6], reward=1.0)
-    one = CompletionWithTokenLogpReward.of(recorded, [{"role": "user", "content": "?"}])
-    assert (one.id, one.text, one.token_ids, one.logprobs) == ("b", "from b", [6], [-0.5])
-    assert (one.reward, one.versions) == (1.0, [3])
-    assert one.messages == [{"role": "user", "content": "?"}]
 
 
 def test_a_field_that_is_not_there_is_named() -> None:

@@ -18,16 +18,6 @@ def group(name: str, closes_in: float, members: int = 1) -> Unfilled:
     return Unfilled(group_id=name, size=4, members=members, closes_in=closes_in)
 
 
-def test_nobody_is_there() -> None:
-    said = "no agent has a session open, or waits for one"
-    assert describe_waiting(now()) == describe_waiting(now(buffered=3)) == said
-
-
-def test_sessions_are_open_or_asked_for() -> None:
-    assert describe_waiting(now(running=3)) == "3 open, 0 waiting for a slot"
-    assert describe_waiting(now(waiting=8)) == "0 open, 8 waiting for a slot"
-
-
 def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
     views = [
         RankView(now(running=2, unfilled=[group("late", 500.4), group("later", 600)]), limit=9),

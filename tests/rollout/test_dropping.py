@@ -24,7 +24,7 @@ def test_what_runs_and_what_waits_are_both_forgotten(is_eval: bool) -> None:
         result = e.wait_for_task(kept, timeout=60)
         assert result is not None and numbers(result) == [9]
         assert e.rejected == {}, "what was dropped has not failed"
-        assert (e.capacity.running, e._scheduler.counts.evaluating) == (0, 0)
+        assert e.capacity.running == 0
         with fails_with(ValueError, f"task_id {ids[1]}"):
             e.wait_for_task(ids[1], timeout=1)
         e.submit({"n": 3}, workflow, task_id=ids[1], is_eval=is_eval)

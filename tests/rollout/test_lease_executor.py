@@ -71,7 +71,7 @@ def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
     lab.script.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b", "c"]
-    until(lambda: len(lab.executor._buffer) == 1 and lab.executor.capacity is not None)
+    until(lambda: "d-0" in lab.service.held[-1] and lab.executor.capacity is not None)
     with fails_with(TimeoutError, "2 of 4", "no agent"):
         lab.executor.prepare_batch(timeout=0.01)
     lab.script.give(episode("e"))
@@ -165,16 +165,16 @@ def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
 
 
 def test_an_internal_error_of_one_poll_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_POLL_RETRY_DELAY", 0.0)
+    monkeypatch.setattr(module, "POLL_RETRY_DELAY", 0.0)
     # Each poll counts its own errors, and two could share these unevenly.
-    monkeypatch.setattr(module, "_POLLS_PER_RANK", 1)
+    monkeypatch.setattr(module, "POLLS_PER_RANK", 1)
     lab = Lab()
     odd = from_response(500, b"odd", None)
     for name in ("a", "b"):
         # A good answer in between begins the count anew.
-        lab.script.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
+        lab.script.give(*[odd] * module.MAX_FAILED_POLLS, episode(name))
     assert len(lab.executor.prepare_batch(timeout=60)) == 2
-    lab.script.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
+    lab.script.give(*[odd] * (2 * module.MAX_FAILED_POLLS + 2))
     with fails_with(AnyAgentError, "odd"):
         lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
@@ -198,14 +198,14 @@ def test_stopping_ends_polls_at_once() -> None:
     lab = Lab()
     assert lab.script.started.wait(60)
     lab.executor.stop()
-    assert not lab.executor._thread.started
+    assert lab.service.closed
 
 
 @pytest.mark.parametrize("where", ["capacity", "ack"])
 def test_a_trainer_that_another_took_over_from_ends(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(module, "_ACK_TIMEOUT", 0.0)
+    monkeypatch.setattr(module, "ACK_TIMEOUT", 0.0)
     lab = Lab()
     lab.service.failures[where] = [StaleOwner("start 2 took over") for _ in range(9)]
     lab.executor.ack(["a-0"], [], step=1)

@@ -44,12 +44,6 @@ def test_the_formula(now: Capacity, free: int) -> None:
     assert free_slots(now, CONFIG) == free
 
 
-def test_eta_zero_admits_one_batch() -> None:
-    config = RolloutConfig(batch_size=8, max_concurrent=64, eta=0)
-    assert free_slots(capacity(), config) == 8
-    assert free_slots(capacity(running=3, buffered=4), config) == 1
-
-
 @pytest.mark.parametrize(
     ("fields", "still"),
     [

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from any_agent.rollout import WorkflowExecutor
 from tests.support.errors import fails_with
 from tests.support.workflow_executor import LIMIT, Gated, executor, items, numbers
-
-
-def waiting(e: WorkflowExecutor, count: int) -> None:
-    """Until so many threads wait for what was submitted."""
-    deadline = time.monotonic() + LIMIT
-    while len(e._queue.changed._waiters) < count:  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def results(*futures: Future[Any]) -> tuple[list[Any], list[BaseException]]:
@@ -34,7 +24,6 @@ def test_of_two_who_wait_for_one_item_one_gets_it(asked: str) -> None:
         ask: Callable[[int], Any] = getattr(e, asked)
         task = e.submit({"n": 7}, flow)
         futures = [threads.submit(ask, task) for _ in range(2)]
-        waiting(e, 2)
         flow.let(7)
         got, errors = results(*futures)
     assert len(got) == 1
@@ -51,7 +40,6 @@ def test_of_two_who_wait_for_more_than_there_is_one_is_told() -> None:
         for item in items(4):
             e.submit(item, flow)
         futures = [threads.submit(e.wait, 3) for _ in range(2)]
-        waiting(e, 2)
         flow.let(0, 1, 2, 3)
         (got,), (error,) = results(*futures)
         (last,) = e.wait(1, LIMIT)
@@ -59,21 +47,10 @@ def test_of_two_who_wait_for_more_than_there_is_one_is_told() -> None:
     assert "3 items" in str(error)
 
 
-def test_items_that_are_dropped_meanwhile() -> None:
-    with executor() as e, ThreadPoolExecutor(1) as threads:
-        task = e.submit({"n": 7}, Gated())
-        future = threads.submit(e.wait_for_task, task)
-        waiting(e, 1)
-        e.drop([task])
-        with fails_with(ValueError, "waited for already"):
-            future.result(LIMIT)
-
-
 def test_a_batch_that_another_thread_takes_from() -> None:
     flow = Gated()
     with executor() as e, ThreadPoolExecutor(1) as threads:
         future = threads.submit(e.rollout_batch, items(3), flow)
-        waiting(e, 1)
         flow.let(1)
         assert e.wait(1, LIMIT) != [None]
         flow.let(0, 2)

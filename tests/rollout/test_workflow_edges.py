@@ -12,7 +12,6 @@ from any_agent.engine.base import Capabilities
 from any_agent.errors import InvalidTrajectory
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.rollout.jobs import JobStream
-from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationChunk, ModelRequest
 from any_agent.workflow.tensors import rows_of
 from tests.support.errors import fails_with
@@ -107,18 +106,6 @@ def test_that_the_last_item_came_to_nothing_is_told_before_all_is_over() -> None
         workflow = Doing(lambda data: REJECT)
         assert e.sessions_batch(stream, workflow, on_rejected=slowly, timeout=60) == []
         assert told == [0]
-
-
-def test_an_event_loop_that_is_blocked_is_told_of() -> None:
-    thread = LoopThread("workflows")
-    thread.start()
-    thread.soon(time.sleep, 0.5)
-
-    async def nothing() -> None: ...
-
-    with fails_with(TimeoutError, "0.05"):
-        thread.call(nothing(), 0.05)
-    thread.stop()
 
 
 def test_an_item_is_under_way_before_it_is_no_longer_waiting() -> None:

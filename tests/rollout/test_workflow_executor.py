@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from any_agent import stats_tracker
-from any_agent.config import RolloutConfig
 from any_agent.data import ItemLoader
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
-from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import GroupedRolloutWorkflow, context
 from tests.support.errors import fails_with
@@ -512,13 +510,6 @@ def test_an_interrupt_ends_the_wait() -> None:
             e.submit({"n": 2}, workflow)
         with pytest.raises(InterruptedError):
             e.prepare_batch(items(3), workflow)
-
-
-def test_an_executor_that_was_not_started() -> None:
-    e = WorkflowExecutor(None, RolloutConfig())  # type: ignore[call-arg]
-    with fails_with(RuntimeError, "start()", "`with`"):
-        e.submit({"n": 1}, Doing())
-    e.stop()
 
 
 def test_several_callers_at_once_get_their_own() -> None:

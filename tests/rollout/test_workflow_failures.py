@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from any_agent.errors import (
-    AgentFailed,
     EngineUnavailable,
     InvalidRequest,
     RolloutError,
@@ -80,15 +78,6 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
     assert [group[0].group_id for group in batch] == ["data-0", "data-2", "data-3", "data-4"]
 
 
-def test_a_workflow_that_cancels_itself_is_named() -> None:
-    workflow = Doing(cancels_itself)
-    with (
-        executor(max_failures=1, max_concurrent=1) as e,
-        fails_with(TrainingError, "Doing", "cancelled"),
-    ):
-        e.rollout_batch(items(1), workflow)
-
-
 def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
     calls: list[int] = []
 
@@ -129,38 +118,6 @@ def test_batches_that_cannot_become_one() -> None:
     ):
         e.rollout_batch(items(3), workflow, group_size=2)
     assert e.rejected == {"unusable": 6}
-
-
-def test_where_it_failed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(data: dict[str, Any]) -> None:
-        raise KeyError("answer")
-
-    with (
-        executor(max_failures=1000) as e,
-        caplog.at_level(logging.INFO),
-        fails_with(RolloutError, "30 items", "30 failed", "KeyError: 'answer'"),
-    ):
-        e.rollout_batch(items(30), Doing(broken))
-    told, trace = (one for one in caplog.records if "task 0, run 0 failed" in one.getMessage())
-    line = broken.__code__.co_firstlineno + 1
-    assert told.levelno == logging.WARNING and "\n" not in told.getMessage()
-    assert told.getMessage().endswith(f"KeyError: 'answer' ({__file__}:{line} in broken)")
-    # A console need not show the way through this project's code.
-    assert trace.levelno == logging.INFO and "Traceback" in trace.getMessage()
-
-
-def test_what_an_agent_did_wrong_is_told_without_our_frames(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    error = AgentFailed("mine.Agent.run returned None", code="no_reward")
-    error.add_note("a hint")
-    FailureBudget(2).log(error, "task 0")
-    (told,) = caplog.records
-    assert told.getMessage().endswith("only counted: mine.Agent.run returned None; a hint")
-    caplog.clear()
-    trace = 'Traceback:\n  File "/home/me/mine.py", line 7, in run\nKeyError: 7'
-    FailureBudget(2).log(AgentFailed(f"it raised KeyError: 7\n{trace}"), "task 0")
-    assert caplog.messages[0].endswith("it raised KeyError: 7 (/home/me/mine.py:7 in run)")
 
 
 # -- all of them -------------------------------------------------------------------------------
@@ -215,20 +172,6 @@ def test_a_workflow_that_rejects_all_ends_like_one_that_always_fails() -> None:
     ):
         e.prepare_batch(items(50), rejects, timeout=60)
     assert 8 <= e.rejected["returned_none"] < 50
-
-
-def test_a_workflow_may_reject_some() -> None:
-    rejects = Doing(lambda data: None if data["n"] % 4 == 0 else "reject")
-    with executor(max_failures=4, max_concurrent=1) as e:
-        assert len(e.rollout_batch(items(20), rejects)) == 5
-    assert e.rejected == {"returned_none": 15}
-
-
-def test_a_batch_of_rejected_items_says_so() -> None:
-    rejects = Doing(lambda _: "reject")
-    with executor() as e, fails_with(RolloutError, "20 returned_none"):
-        e.rollout_batch(items(20), rejects)
-    assert e.rejected == {"returned_none": 20}
 
 
 def test_a_batch_that_nothing_comes_into_ends() -> None:

@@ -5,7 +5,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from any_agent.config import load_config
@@ -100,18 +99,6 @@ def test_tensors_without_the_optional_fields_are_written_too(tmp_path: Path) -> 
     assert (line["prompt"], line["completion"], line["reward"]) == ("abc", "", None)
 
 
-def test_nothing_to_write_makes_no_file(tmp_path: Path) -> None:
-    assert TrajectoryDump(tmp_path, decode).write_now([], task_id=1, is_eval=False) is None
-    assert not list(tmp_path.iterdir())
-
-
-def test_half_characters_can_be_written(tmp_path: Path) -> None:
-    dump = TrajectoryDump(tmp_path, lambda ids: "\ud83d \u2028")
-    path = dump.write_now(made()[:1], task_id=1, is_eval=False)
-    assert path is not None
-    assert len(path.read_text(encoding="utf-8").split("\n")) == 2
-
-
 async def test_what_goes_wrong_is_said_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,9 +130,3 @@ async def test_what_goes_wrong_is_said_once_and_counted(
 )
 def test_no_task_id_leaves_the_folder(task_id: int | str, name: str) -> None:
     assert file_name(task_id) == name
-
-
-def test_rows_are_stripped_of_their_padding() -> None:
-    short = rows_in(tensors([0, 1, 2, 3], [0, 1, 2]))[1]
-    assert short["input_ids"].tolist() == [0, 1, 2]
-    assert np.array_equal(short["loss_mask"], [0, 0, 1])

@@ -55,9 +55,9 @@ async def test_the_next_start_ends_what_the_last_one_left(proxy: Proxy) -> None:
 
     # Agents outside get no grant of the trainer's: nobody would train on what they do on it.
     outside = OpenAIProxyClient(http, proxy.url, "outside", ADMIN, patience=0.1)
-    await outside._open()
+    await outside.__aenter__()
     with pytest.raises(TooManyRequests):
-        await outside._open()
+        await outside.__aenter__()
 
     for epoch in (1, 2, 2):
         async with RLClient(proxy.url, admin_key=key, epoch=epoch) as trainer:
@@ -68,7 +68,7 @@ async def test_the_next_start_ends_what_the_last_one_left(proxy: Proxy) -> None:
             assert await state_of(proxy, persons) is SessionState.FINALIZED, "it is exported later"
             assert proxy.service.sessions.run_grants.left == 0
             with pytest.raises(TooManyRequests):
-                await OpenAIProxyClient(http, proxy.url, "unused", key)._open()
+                await OpenAIProxyClient(http, proxy.url, "unused", key).__aenter__()
             later = await opened(proxy, key, "later", ended=True)
         if epoch == 2:
             assert await state_of(proxy, later) is SessionState.REJECTED

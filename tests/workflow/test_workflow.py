@@ -48,11 +48,6 @@ async def test_it_stops_at_once_when_cancelled() -> None:
         await asyncio.wait_for(task, 60)
 
 
-def test_a_workflow_must_say_how_it_runs() -> None:
-    with fails_with(TypeError, "arun_episode"):
-        RolloutWorkflow()  # type: ignore[abstract]
-
-
 async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
     client = ScriptedClient([pack_trajectories([Trajectory("s", "g", [])])])
     workflow = ProxyWorkflow(client)

@@ -184,21 +184,15 @@ async def test_a_budget_that_was_spent_before_the_engine_could_say_so(
     assert len(scripted.requests) == 1
 
 
-async def test_in_place_updates_do_not_hinder(scripted: ScriptedEngine) -> None:
-    """What an update kept is lost with the engine, and computed anew."""
-    async with client_of(scripted, update_mode="in_place") as client:
-        held = scripted.hold(2)
-        scripted.fail("die", after=4)
-        work: Work = asyncio.create_task(all_of(client, request(), stream=True))
-        await at_token(scripted, 2, work)
-        await client.pause()
-        scripted.weight_version = "1"
-        await client.resume(1)
-        held.set()
-        ids, _, versions = joined(await work)
-    assert ids == FORMULA[:10]
-    assert versions == [0, 0] + [1] * 8
-    assert scripted.requests[1]["input_ids"] == PROMPT + FORMULA[:4]
+async def test_a_stop_string_across_a_death(client: SGLangEngine, scripted: ScriptedEngine) -> None:
+    tokens = [30, 31, 32, 33, 34, 35]
+    stop = scripted.decode([31, 32, 33])
+    scripted.say(tokens)
+    scripted.say(tokens[2:])
+    scripted.fail("die", after=2)
+    chunks = await all_of(client, request(stop=(stop,)), stream=True)
+    assert joined(chunks)[0] == tokens[:4]
+    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", stop)
 
 
 # -- engines that answer, but cannot ----------------------------------------------------------
@@ -215,20 +209,6 @@ async def test_a_server_whose_loop_is_dead(
     scripted.ill = False
     assert joined(await work)[0] == FORMULA[:10]
     assert len(scripted.requests) == 2
-
-
-async def test_a_loop_that_dies_under_a_stream(
-    client: SGLangEngine, scripted: ScriptedEngine
-) -> None:
-    scripted.fail("error_event", after=3)
-    scripted.ill = True
-    work: Work = asyncio.create_task(all_of(client, request(), stream=True))
-    await until(lambda: client.away)
-    scripted.ill = False
-    scripted.weight_version = "1"
-    ids, _, versions = joined(await work)
-    assert ids == FORMULA[:10]
-    assert versions == [0] * 3 + [1] * 7
 
 
 # -- deaths and weight updates ----------------------------------------------------------------

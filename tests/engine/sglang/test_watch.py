@@ -15,7 +15,6 @@ import pytest
 from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.engine.sglang.watch import silences
-from any_agent.errors import EngineUnavailable
 from tests.support.engine.process import EngineProcess
 from tests.support.engine.sglang import BOTH, all_of, joined, request, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -99,34 +98,6 @@ async def test_its_calls_are_cut_off_and_go_on_when_it_does(
         ids, logprobs, versions = joined(await asyncio.wait_for(call, 100))
         assert (len(ids), len(logprobs), len(versions)) == (LENGTH,) * 3
         assert client.resubmitted == {"death": 1}
-
-
-@BOTH
-async def test_its_calls_are_refused_if_it_stays_away(process: EngineProcess, stream: bool) -> None:
-    async with watching(process.url, update_wait=3.0) as client:
-        call = asyncio.create_task(
-            all_of(
-                client, request(unused_id(), max_new_tokens=LENGTH, ignore_eos=True), stream=stream
-            )
-        )
-        await asyncio.sleep(0.5)
-        process.signal(signal.SIGSTOP)
-        with pytest.raises(EngineUnavailable) as raised:
-            await asyncio.wait_for(call, 60)
-        assert raised.value.retry_after
-        # A call that comes now does not reach it.
-        with pytest.raises(EngineUnavailable):
-            await asyncio.wait_for(all_of(client, request("new"), stream=stream), 30)
-
-
-async def test_a_dead_engine_is_noticed_without_a_call() -> None:
-    scripted = ScriptedEngine()
-    async with scripted.serve(), watching(scripted.url) as client:
-        await scripted.die()
-        await until(lambda: client.away)
-        assert client.silence == 0.0, "it is dead, and does not hang"
-        await scripted.revive()
-        await until(lambda: not client.away)
 
 
 async def test_a_late_answer_ends_the_silence_without_a_sample(
