@@ -54,6 +54,9 @@ def test_other_widths_become_the_documented_ones() -> None:
     checked = checked_tensors(wide)
     assert {n: v.dtype for n, v in checked.items()} == {n: v.dtype for n, v in right.items()}
     assert all(checked[name].equal(right[name]) for name in right)
+    as_numpy = checked_tensors({name: value.numpy() for name, value in right.items()})
+    assert {n: v.dtype for n, v in as_numpy.items()} == {n: v.dtype for n, v in right.items()}
+    assert all(checked_tensors(right)[name] is right[name] for name in right)
     for (row, _), (same, _) in zip(rows_of(wide), rows_of(right), strict=True):
         assert all(np.array_equal(row[name], same[name]) for name in same)
         assert {n: v.dtype for n, v in row.items()} == {n: v.dtype for n, v in same.items()}
@@ -134,7 +137,9 @@ def test_an_episode_without_any_call_is_told_how_to_reject(result: Any) -> None:
 
 
 def test_rows_have_no_padding() -> None:
-    rows = rows_of(tensors([1, 2, 3, 4], [1, 2, 3], reward=0.5))
+    given = tensors([1, 2, 3, 4], [1, 2, 3], reward=0.5, temperatures=torch.tensor([0.5, 2.0]))
+    rows = rows_of(given)
+    given["input_ids"][0, 0] = 99  # of another memory
     assert [row["input_ids"].tolist() for row, _ in rows] == [[1, 2, 3, 4], [1, 2, 3]]
     row, temperature = rows[1]
     assert {n: (v.dtype.name, v.shape) for n, v in row.items()} == {
@@ -146,7 +151,7 @@ def test_rows_have_no_padding() -> None:
         "rewards": ("float32", ()),
     }
     assert float(row["rewards"]) == 0.5
-    assert temperature is None
+    assert temperature == 2.0
 
 
 def test_interactions_are_rows_with_what_ran_back() -> None:
