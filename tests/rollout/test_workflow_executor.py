@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from any_agent import stats_tracker
 from any_agent.data import ItemLoader
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.types import GenerationHyperparameters
@@ -21,8 +20,6 @@ from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, numbers, until
 
 THIRD = Doing(lambda data: REJECT if data["n"] % 3 == 0 else None)
-
-# -- one by one --------------------------------------------------------------------------------
 
 
 def test_what_was_submitted_is_waited_for() -> None:
@@ -111,9 +108,6 @@ def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         e.submit({"n": 3}, Doing())
 
 
-# -- a batch under fixed weights ---------------------------------------------------------------
-
-
 def test_all_of_a_batch_in_its_order() -> None:
     async def think(data: dict[str, Any]) -> Any:
         await asyncio.sleep(0.001)
@@ -128,9 +122,6 @@ def test_all_of_a_batch_in_its_order() -> None:
         with fails_with(ValueError, "dataset"):
             e.rollout_batch([], workflow)
         assert len(e.rollout_batch(items(3), workflow)) == 3
-
-
-# -- batches ahead of the trainer --------------------------------------------------------------
 
 
 class Loader:
@@ -238,69 +229,30 @@ def test_what_is_no_loader_is_refused(loader: Any, error: type[Exception]) -> No
         e.prepare_batch(loader, Doing(), timeout=60)
 
 
-class Breaking:
-    """Its first pass breaks behind so many items, the next ones do not."""
-
-    def __init__(self, count: int, error: Exception) -> None:
-        self._count, self._error = count, error
-        self._passes = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._passes += 1
-        yield from items(self._count)
-        if self._passes == 1:
-            raise self._error
-
-
-def test_an_empty_loader_fails_its_own_call_alone() -> None:
-    with executor() as e:
-        for _ in range(2):
-            with fails_with(ValueError, "dataloader"):
-                e.prepare_batch([], Doing(), timeout=60)
-        assert [numbers(r) for r in e.rollout_batch(items(2), Doing())] == [[0], [1]]
-        batch = e.prepare_batch(items(4), Doing(), timeout=60)
-        assert [numbers(r) for r in batch] == [[0], [1], [2], [3]]
-
-
 @pytest.mark.parametrize("error", [OSError("no disk"), TimeoutError("no disk")])
-def test_a_loader_that_breaks_can_be_asked_again(error: Exception) -> None:
-    loader, workflow = Breaking(6, error), Doing()
+def test_a_call_that_fails_fails_alone(error: Exception) -> None:
     kind = TrainingError if isinstance(error, TimeoutError) else OSError
+    passes: list[int] = []
+
+    class Breaking:
+        """Its first pass breaks behind six items, the next ones do not."""
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            passes.append(1)
+            yield from items(6)
+            if len(passes) == 1:
+                raise error
+
+    loader, workflow = Breaking(), Doing()
     with executor() as e:
         with fails_with(kind, "no disk"):
             e.prepare_batch(loader, workflow, timeout=60)
         batch = e.prepare_batch(loader, workflow, timeout=60)
         assert [numbers(r) for r in batch] == [[0], [1], [2], [3]]
-
-
-def test_what_ran_ahead_of_a_broken_loader_is_thrown_away() -> None:
-    """Whole batches that were ready are given first; of the rest nothing counts any more."""
-    broken = threading.Event()
-
-    def given() -> Iterator[dict[str, Any]]:
-        yield from items(4)
-        assert broken.wait(60)
-        raise OSError("no disk")
-
-    workflow = Gated()
-    with executor(batch_size=2, max_concurrent=4, eta=8) as e:
-        loader = Once(given())
-        with pytest.raises(TimeoutError):
-            e.prepare_batch(loader, workflow, timeout=0.01)
-        until(lambda: e.capacity.running == 4)
-        workflow.let(0, 1, 2)
-        until(lambda: e.capacity.buffered == 3)
-        broken.set()
-        batch = e.prepare_batch(loader, workflow, timeout=60)
-        assert [numbers(r) for r in batch] == [[0], [1]]
-        with fails_with(OSError, "no disk"):
-            e.prepare_batch(loader, workflow, timeout=60)
-        assert (e.capacity.running, e.capacity.buffered) == (0, 0)
-        assert len(e.prepare_batch(items(4), Doing(), timeout=60)) == 2
-
-
-def test_items_that_come_to_nothing_fail_their_call_alone() -> None:
     with executor(max_dull_groups=3) as e:
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                e.prepare_batch([], Doing(), timeout=60)
         with fails_with(RolloutError, "3 items"):
             e.prepare_batch(items(4), Doing(lambda _: REJECT), timeout=60)
         assert len(e.prepare_batch(items(4), Doing(), timeout=60)) == 4
@@ -310,30 +262,20 @@ def test_a_slow_loader_stops_no_episode() -> None:
     """It is read in a thread of its own."""
     free = threading.Event()
 
-    def slow() -> Iterator[dict[str, Any]]:
-        yield from items(1)
-        assert free.wait(60)
-        yield from items(8)
+    class Slow:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            yield from items(1)
+            assert free.wait(60)
+            yield from items(8)
 
-    workflow = Doing()
+    loader, workflow = Slow(), Doing()
     with executor() as e:
         with fails_with(TimeoutError, "0 of 4"):
-            e.prepare_batch(slow_loader := Once(slow()), workflow, timeout=0.1)
+            e.prepare_batch(loader, workflow, timeout=0.1)
         e.submit({"n": 50}, workflow)
         assert e.wait(1, timeout=60)[0] is not None
         free.set()
-        assert len(e.prepare_batch(slow_loader, workflow, timeout=60)) == 4
-
-
-class Once:
-    def __init__(self, given: Iterator[Any]) -> None:
-        self._given = given
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._given
-
-
-# -- for the trainer ---------------------------------------------------------------------------
+        assert len(e.prepare_batch(loader, workflow, timeout=60)) == 4
 
 
 def test_a_batch_is_whole_groups_without_the_rejected_ones() -> None:
@@ -385,9 +327,6 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
         assert len(e.sessions_batch(stream, workflow, timeout=60)) == 4
 
 
-# -- what a workflow knows ---------------------------------------------------------------------
-
-
 def test_an_episode_knows_its_context() -> None:
     sampling = GenerationHyperparameters(temperature=0.7)
     greedy = sampling.new(temperature=0.0)
@@ -421,29 +360,6 @@ def test_each_run_has_data_of_its_own() -> None:
     assert workflow.data[0]["lock"] is uncopied["lock"]
 
 
-def test_figures_count_episodes_and_evaluations_apart() -> None:
-    stats_tracker.export_all()
-    with executor() as e:
-        e.rollout_batch(items(6), THIRD)
-        e.wait_for_task(e.submit({"n": 0}, THIRD, is_eval=True), timeout=60)
-    figures = stats_tracker.export_all()
-    assert figures["rollout/accepted"] == pytest.approx(4 / 6)
-    assert figures["rollout/accepted__count"] == 6
-    assert (figures["eval-rollout/accepted"], figures["eval-rollout/accepted__count"]) == (0, 1)
-
-
-def test_a_workflow_is_made_once_for_all_items() -> None:
-    Made.count = 0
-    name = f"{__name__}.Made"
-    with executor() as e:
-        for _ in range(3):
-            e.rollout_batch(items(3), name, {"n": 1})
-        assert Made.count == 1
-        e.rollout_batch(items(3), name, {"n": 2})
-        e.rollout_batch(items(3), Made, {"n": 1})
-        assert Made.count == 3
-
-
 class Made(Doing):
     count = 0
 
@@ -452,7 +368,12 @@ class Made(Doing):
         Made.count += 1
 
 
-# -- pauses, ends ------------------------------------------------------------------------------
+def test_a_workflow_is_made_once_for_all_items() -> None:
+    name = f"{__name__}.Made"
+    with executor() as e:
+        for given, n in ((name, 1), (name, 1), (name, 2), (Made, 1)):
+            e.rollout_batch(items(3), given, {"n": n})
+    assert Made.count == 3
 
 
 def test_while_paused_only_evaluations_begin() -> None:

@@ -25,8 +25,6 @@ from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import Doing, executor, items, numbers
 
-# -- one of many -------------------------------------------------------------------------------
-
 
 async def forever(data: dict[str, Any]) -> None:
     await asyncio.Event().wait()
@@ -108,21 +106,6 @@ def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
             e.prepare_batch(items(2), Doing())
 
 
-def test_batches_that_cannot_become_one() -> None:
-    """Each is right by itself; the group is not."""
-    more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
-    workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
-    with (
-        executor() as e,
-        fails_with(RolloutError, "6 unusable", "mine"),
-    ):
-        e.rollout_batch(items(3), workflow, group_size=2)
-    assert e.rejected == {"unusable": 6}
-
-
-# -- all of them -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["wait", "rollout_batch", "prepare_batch", "sessions_batch"])
 def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
     workflow = Doing(lambda _: ValueError("no such tool"))
@@ -145,17 +128,6 @@ def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
     assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
 
 
-def test_functions_that_always_fail_end_the_run_too() -> None:
-    def broken(_: Any) -> bool:
-        raise AttributeError("no such field")
-
-    with (
-        executor(max_failures=8) as e,
-        fails_with(TrainingError, "AttributeError: no such field"),
-    ):
-        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=60)
-
-
 def test_a_success_now_and_then_is_enough() -> None:
     workflow = Doing(lambda data: None if data["n"] % 8 == 0 else ValueError("often"))
     with executor(max_failures=8, max_concurrent=1) as e:
@@ -163,7 +135,7 @@ def test_a_success_now_and_then_is_enough() -> None:
     assert e.rejected == {"failed": 70}
 
 
-def test_a_workflow_that_rejects_all_ends_like_one_that_always_fails() -> None:
+def test_a_batch_that_nothing_comes_into_ends() -> None:
     """Otherwise the items of a dataset would be run for ever, in silence."""
     rejects = Doing(lambda _: "reject")
     with (
@@ -172,10 +144,7 @@ def test_a_workflow_that_rejects_all_ends_like_one_that_always_fails() -> None:
     ):
         e.prepare_batch(items(50), rejects, timeout=60)
     assert 8 <= e.rejected["returned_none"] < 50
-
-
-def test_a_batch_that_nothing_comes_into_ends() -> None:
-    """One that is kept now and then is waited for."""
+    # One that is kept now and then is waited for.
     now_and_then = Doing(lambda data: None if data["n"] == 2 else "reject")
     with executor(max_dull_groups=3, batch_size=2) as e:
         assert len(e.prepare_batch(items(3), now_and_then, timeout=60)) == 2
@@ -184,6 +153,17 @@ def test_a_batch_that_nothing_comes_into_ends() -> None:
         fails_with(RolloutError, "last 3 items", "1 not_accepted"),
     ):
         e.prepare_batch(items(2), Doing(), should_accept_fn=lambda _: False, timeout=60)
+
+    def broken(_: Any) -> bool:
+        raise AttributeError("no such field")
+
+    with executor(max_failures=8) as e, fails_with(TrainingError, "no such field"):
+        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=60)
+    # Each is right by itself; the group is not.
+    more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
+    workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
+    with executor() as e, fails_with(RolloutError, "6 unusable"):
+        e.rollout_batch(items(3), workflow, group_size=2)
 
 
 def test_evaluations_that_fail_end_nothing() -> None:
@@ -228,9 +208,6 @@ def test_a_service_that_is_away_is_tried_gently() -> None:
     for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.8), strict=False):
         assert pause >= 0.95 * least
     assert len(begun) == 10
-
-
-# -- the count ---------------------------------------------------------------------------------
 
 
 def test_the_count_of_failures_in_a_row() -> None:
