@@ -30,7 +30,7 @@ def test_what_runs_and_what_waits_are_both_forgotten(is_eval: bool) -> None:
         e.submit({"n": 3}, workflow, task_id=ids[1], is_eval=is_eval)
 
 
-def test_a_group_of_which_some_have_ended() -> None:
+def test_what_has_ended_is_forgotten() -> None:
     workflow = Gated()
     with executor(max_concurrent=4, batch_size=4, eta=0) as e:
         (first, second) = (e.submit({"n": n}, workflow, group_size=2) for n in (0, 1))
@@ -41,18 +41,10 @@ def test_a_group_of_which_some_have_ended() -> None:
         e.drop([first])
         assert (e.capacity.running, e.capacity.buffered) == (2, 0)
         workflow.let(1)
-        assert e.wait_for_task(second, timeout=60) is not None
-
-
-def test_what_has_ended_is_forgotten() -> None:
-    workflow = Gated()
-    with executor(max_concurrent=2, batch_size=2, eta=0) as e:
-        ids = [e.submit(item, workflow) for item in items(2)]
-        until(lambda: workflow.waiting == [0, 1])
-        workflow.let(0, 1)
         until(lambda: e.capacity.buffered == 2)
-        e.drop(ids)
+        e.drop([second])
         # There is room for as many again.
-        again = e.submit({"n": 5}, workflow)
+        again = e.submit({"n": 5}, workflow, group_size=4)
+        until(lambda: workflow.waiting == [5] * 4)
         workflow.let(5)
         assert e.wait_for_task(again, timeout=60) is not None

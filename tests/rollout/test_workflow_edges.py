@@ -61,19 +61,14 @@ def batch_of(engines: list[Weights], version: int, *, told: int, coming: int | N
         return e.sessions_batch(stream, sampled_by(version), timeout=60), dict(e.rejected)
 
 
-def test_an_engine_that_came_back_with_old_weights_does_not_make_the_others_wrong() -> None:
-    batch, rejected = batch_of([Weights(0), Weights(5)], 5, told=5)
-    assert (len(batch), rejected) == (1, {})
-
-
-def test_the_version_that_is_on_its_way_may_be_some_further_than_the_next() -> None:
-    """A trainer that died while it published has used up the one in between."""
-    batch, rejected = batch_of([Weights(5)], 8, told=5, coming=8)
-    assert (len(batch), rejected) == (1, {})
-
-
 def test_what_nobody_was_told_of_is_refused() -> None:
     assert batch_of([Weights(5)], 6, told=5) == ([], {"invalid": 1})
+    # One engine came back with old weights: the others are not wrong.
+    batch, rejected = batch_of([Weights(0), Weights(5)], 5, told=5)
+    assert (len(batch), rejected) == (1, {})
+    # A trainer that died while it published has used up the version in between.
+    batch, rejected = batch_of([Weights(5)], 8, told=5, coming=8)
+    assert (len(batch), rejected) == (1, {})
 
 
 def test_a_token_that_the_model_does_not_know_costs_its_session_alone() -> None:
