@@ -150,38 +150,19 @@ async def test_an_engine_that_dies_of_every_request(
     assert len(scripted.requests) == 6
 
 
-async def test_deaths_between_which_tokens_come(
-    client: SGLangEngine, scripted: ScriptedEngine
-) -> None:
-    for _ in range(8):
-        scripted.fail("die", after=1)
-    ids, _, _ = joined(await asyncio.wait_for(all_of(client, request(), stream=True), 60))
-    assert ids == FORMULA[:10]
-    budgets = [r["sampling_params"]["max_new_tokens"] for r in scripted.requests]
-    assert budgets == list(range(10, 1, -1))
-
-
-async def test_a_stream_without_an_end_is_gone_on_with(
-    client: SGLangEngine, scripted: ScriptedEngine
-) -> None:
-    scripted.fail("no_end", after=4)
-    chunks = await all_of(client, request(), stream=True)
-    assert joined(chunks)[0] == FORMULA[:10]
-    assert chunks[-1].stop_reason == "length"
-    assert scripted.requests[1]["input_ids"] == PROMPT + FORMULA[:4]
-
-
 @pytest.mark.parametrize("kind", ["die", "no_end"])
-async def test_a_budget_that_was_spent_before_the_engine_could_say_so(
-    client: SGLangEngine, scripted: ScriptedEngine, kind: Any
+@pytest.mark.parametrize("after", [4, 10])
+async def test_a_stream_that_breaks_off_is_gone_on_with(
+    client: SGLangEngine, scripted: ScriptedEngine, kind: Any, after: int
 ) -> None:
-    scripted.fail(kind, after=10)
+    scripted.fail(kind, after=after)
     chunks = await all_of(client, request(), stream=True)
     assert joined(chunks)[0] == FORMULA[:10]
     assert [c.stop_reason for c in chunks if c.stop_reason] == ["length"]
     assert chunks[-1].stop_reason == "length"
-    # No request for zero tokens follows.
-    assert len(scripted.requests) == 1
+    # No request for zero tokens follows one whose budget was spent.
+    expected = [PROMPT, PROMPT + FORMULA[:4]][: 1 + (after < 10)]
+    assert [body["input_ids"] for body in scripted.requests] == expected
 
 
 async def test_a_stop_string_across_a_death(client: SGLangEngine, scripted: ScriptedEngine) -> None:
