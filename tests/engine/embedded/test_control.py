@@ -41,12 +41,18 @@ async def test_cancel_takes_one_step(loaded: LoadedModel) -> None:
 
 
 async def test_one_abort_leaves_the_others_exact(engine: EmbeddedEngine) -> None:
+    """And so does a pause in place."""
     asks = [
         request(f"r{i}", prompt(5 + 3 * i, i), max_new_tokens=200 if i == 1 else 40)
         for i in range(4)
     ]
     generations = [engine.submit(ask) for ask in asks]
     await generations[3].progress()
+    await engine.pause("in_place")
+    count = len(generations[3].request.output_ids)
+    assert not await engine.clear_cache()
+    assert len(generations[3].request.output_ids) == count
+    await engine.resume()
     engine.abort("r1")
     finishes = [await asyncio.wait_for(g.finished(), LIMIT) for g in generations]
     assert [f.type for f in finishes] == ["length", "abort", "length", "length"]
@@ -55,6 +61,7 @@ async def test_one_abort_leaves_the_others_exact(engine: EmbeddedEngine) -> None
         if out.output_ids:
             reference = fresh_logprobs(engine.loaded.model, ask.input_ids, out.output_ids)
             assert worst(out.logprobs, reference) < 1e-5
+    assert await engine.clear_cache()
 
 
 async def test_pause_abort_gives_partials_and_queues_the_new(engine: EmbeddedEngine) -> None:
@@ -78,21 +85,6 @@ async def test_pause_abort_gives_partials_and_queues_the_new(engine: EmbeddedEng
     assert engine.loop.steps == steps  # nothing ran meanwhile
     await engine.resume()
     assert (await asyncio.wait_for(late.finished(), LIMIT)).type == "length"
-
-
-async def test_in_place_pause_keeps_requests(engine: EmbeddedEngine) -> None:
-    generation = engine.submit(request("a", prompt(5), max_new_tokens=300))
-    await generation.progress()
-    await engine.pause("in_place")
-    count = len(generation.request.output_ids)
-    assert not await engine.clear_cache()
-    assert len(generation.request.output_ids) == count
-    await engine.resume()
-    await asyncio.wait_for(generation.finished(), LIMIT)
-    out = generation.request
-    reference = fresh_logprobs(engine.loaded.model, out.input_ids, out.output_ids)
-    assert worst(out.logprobs, reference) < 1e-5
-    assert await engine.clear_cache()
 
 
 async def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
