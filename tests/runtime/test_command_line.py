@@ -55,6 +55,14 @@ def test_a_misspelled_setting_is_one_line() -> None:
 def test_an_error_of_ours_has_its_exit_code(kind: str, code: int) -> None:
     script = f"{READS}\nfrom any_agent.errors import {kind}\nraise {kind}('it is so')"
     assert run(script) == (code, "error: it is so\n")
+    seen, said = run(script, "log_level=debug")
+    assert seen == 1 and "Traceback" in said, "the trace is kept for debugging"
+
+
+def test_other_errors_keep_their_trace() -> None:
+    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
+    assert code == 1
+    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +112,6 @@ def test_what_a_command_does_not_know_is_one_line_about_that_command(
     assert meant in said
 
 
-def test_other_errors_keep_their_trace() -> None:
-    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
-    assert code == 1
-    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
-
-
 SESSION = """
 import asyncio, atexit, sys
 from any_agent import AgentSession
@@ -135,33 +137,6 @@ def test_an_error_of_the_sdk_is_two_lines_with_the_place_in_the_script(
     message, place = (x for x in said.splitlines() if not x.startswith("importing "))
     assert code == 1 and message.startswith("error: http://127.0.0.1:9 ")
     assert place == f"  at {script}:6 in attempt"
-
-
-def test_a_script_may_catch_an_error_of_the_sdk_and_keeps_the_trace_of_its_own() -> None:
-    catches = """
-from any_agent.errors import ServiceUnavailable
-try:
-    asyncio.run(attempt())
-except ServiceUnavailable:
-    raise ZeroDivisionError("mine") from None
-"""
-    code, said = run(SESSION + catches)
-    assert code == 1 and "Traceback" in said and said.endswith("ZeroDivisionError: mine\n")
-
-
-def test_whoever_types_keeps_his_session() -> None:
-    """With ``python -i`` the interpreter goes on after an error, and shows it whole."""
-    done = subprocess.run(
-        [sys.executable, "-i", "-c", READS, "train.stepz=3"],
-        input="print('still here')\n",
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-        timeout=60,
-    )
-    assert "still here" in done.stdout
-    assert "Traceback" in done.stderr
 
 
 READER = "import sys; from any_agent.runtime.command_line import guarded; sys.exit(guarded(main))"

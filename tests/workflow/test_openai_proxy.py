@@ -251,29 +251,23 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "code", "said"),
+    ("agent", "code"),
     [
-        (MyAgent(reward=math.nan), "invalid_reward", "nan"),
-        (MyAgent(reward=2e6), "invalid_reward", "2000000.0"),
-        (MyAgent(reward="good"), "invalid_reward", "'good' (str)"),
-        (MyAgent(reward=[1.0]), "invalid_reward", "list"),
-        (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
-        (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
-        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf"),
-        (Elsewhere(), "no_model_call", "base_url"),
+        (MyAgent(reward=math.nan), "invalid_reward"),
+        (MyAgent(reward=2e6), "invalid_reward"),
+        (MyAgent(reward="good"), "invalid_reward"),
+        (MyAgent(reward=[1.0]), "invalid_reward"),
+        (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward"),
+        (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward"),
+        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward"),
+        (Elsewhere(), "no_model_call"),
+        (MyAgent(reward=None), "no_reward"),
+        (MyAgent(reward=lambda _: {}), "no_reward"),
     ],
 )
-async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
-    with fails_with(AgentFailed, said, code=code) as raised:
+async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str) -> None:
+    with fails_with(AgentFailed, f"{type(agent).__name__}", code=code):
         await episode(agent, proxy)
-    assert type(agent).__name__ in raised.value.message
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
-
-
-@pytest.mark.parametrize(("reward", "shown"), [(None, "None"), (lambda _: {}, "{}")])
-async def test_no_reward_at_all(proxy: Proxy, reward: Any, shown: str) -> None:
-    with fails_with(AgentFailed, f"MyAgent.run returned {shown}", code="no_reward"):
-        await episode(MyAgent(reward=reward), proxy)
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
 
 
@@ -310,19 +304,6 @@ async def test_a_url_or_a_key_of_the_environment_stays(
         monkeypatch.setenv("OPENAI_API_KEY", key)
         await episode(MyAgent(), proxy)
         assert os.environ["OPENAI_BASE_URL"] == url
-
-
-class Breaks:
-    """Fails for a reason of its own, before any call."""
-
-    async def run(self, data: Any, base_url: str = "") -> float:
-        return 1 / 0
-
-
-async def test_what_is_raised_before_any_call_has_no_note_about_calls(proxy: Proxy) -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
-        await episode(Breaks(), proxy)
-    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
 
 
 async def test_an_agent_that_holds_the_loop_is_named_once(

@@ -171,16 +171,14 @@ async def test_lost_answers_make_nothing_happen_twice(
     await runner.cleanup()
 
 
-async def test_a_service_that_stays_away(http: aiohttp.ClientSession) -> None:
+async def test_a_service_that_stays_away_or_refuses_the_key(
+    http: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     client = OpenAIProxyClient(http, "http://127.0.0.1:9", "task", patience=0.3)
     with pytest.raises(errors.ServiceUnavailable):
         await client.grant_capacity()
     with fails_with(errors.ConfigError, "my-service"):
         await OpenAIProxyClient(http, "my-service", "task").grant_capacity()
-
-
-async def test_a_wrong_key(http: aiohttp.ClientSession, proxy: Proxy) -> None:
-    client = OpenAIProxyClient(http, proxy.url, "task", "sk-wrong")
     async with asyncio.timeout(60):
         with pytest.raises(errors.Unauthenticated):
-            await client.grant_capacity()
+            await OpenAIProxyClient(http, proxy.url, "task", "sk-wrong").grant_capacity()

@@ -59,13 +59,9 @@ async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
 
 
 async def test_it_takes_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[RLClient] = []
-
     async def lease(client: RLClient, *, owner: str, wait: float) -> bytes:
-        used.append(client)
         raise ServiceUnavailable(f"{client.url} {owner}")
 
     monkeypatch.setattr(RLClient, "lease", lease)
     with fails_with(ServiceUnavailable, "http://127.0.0.1:9 me"):
         await ProxyWorkflow("http://127.0.0.1:9/v1", owner="me").arun_episode(None, None)
-    assert len(used) == 1
