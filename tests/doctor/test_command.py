@@ -87,17 +87,6 @@ def test_a_wrong_template_fails_the_check_with_a_remedy(
     assert json.loads(capsys.readouterr().out)["subject"]["renderer"] == "default"
 
 
-def test_a_wrong_template_later_in_a_talk(
-    with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = with_template(lambda text: text.replace("<tool_response>\\n'", "<tool_response>'"))
-    named = [str(folder), "--renderer", "qwen3", "--quick", "model.enable_thinking=false"]
-    assert main(["doctor", *named]) == 1
-    out = capsys.readouterr().out
-    assert "FAILED rendering, tool result: " in out
-    assert "FAILED continuation, after a call: " in out
-
-
 @pytest.fixture
 def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
     """A trial that has published version 3, and an engine of the model as it was."""

@@ -199,8 +199,12 @@ async def test_an_update_that_failed(pool: EnginePool, engines: Engines) -> None
     assert pool.version == 0
 
 
-async def test_a_prompt_in_words_is_refused_by_name(client: SGLangEngine) -> None:
-    """Nobody here knows the model's chat template."""
+async def test_a_prompt_in_words_needs_somebody_who_writes_ids(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    def write(asked: ModelRequest) -> ModelRequest:
+        return replace(asked, prompt=None, input_ids=[7, 8]) if asked.prompt else asked
+
     ask = ModelRequest(prompt=[{"role": "user", "content": "hi"}])
     async with EnginePool([client]) as pool:
         for engine in (pool, client):
@@ -208,14 +212,6 @@ async def test_a_prompt_in_words_is_refused_by_name(client: SGLangEngine) -> Non
                 await agenerate(engine, ask)
             with fails_with(InvalidRequest, "RemoteSGLangEngine"):
                 await anext(engine.generate(ask, stream=True))
-
-
-async def test_who_writes_prompts_makes_token_ids_of_them(
-    scripted: ScriptedEngine, client: SGLangEngine
-) -> None:
-    def write(asked: ModelRequest) -> ModelRequest:
-        return replace(asked, prompt=None, input_ids=[7, 8]) if asked.prompt else asked
-
     async with EnginePool([client], write=write) as pool:
         response = await pool.agenerate(ModelRequest(prompt="hi", max_tokens=2))
     assert response.input_tokens == scripted.requests[-1]["input_ids"] == [7, 8]

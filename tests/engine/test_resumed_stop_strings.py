@@ -82,21 +82,26 @@ def test_what_does_not_cross_the_seam_is_the_engines(
     assert cut(before.encode(), after.encode(), stop, size=size) == (after.encode(), None)
 
 
-def test_a_broken_byte_that_stays_broken_begins_nothing() -> None:
+def test_of_several_the_one_that_crosses_counts() -> None:
+    assert cut(b"the EN", b"D and STOP", "STOP", "END") == (b"D", "END")
+    # A broken byte that stays broken begins nothing.
     assert cut(b"ab\xc3", b"x then", "x") == (b"x then", None)
     assert cut(b"ab\xc3", b"\xa9x then", "x") == (b"\xa9x then", None)
 
 
-def test_of_several_the_one_that_crosses_counts() -> None:
-    assert cut(b"the EN", b"D and STOP", "STOP", "END") == (b"D", "END")
-
-
-def test_nothing_is_decoded_without_stop_strings_or_old_output() -> None:
+def test_nothing_is_decoded_without_need() -> None:
     for before, stops in ((b"text", ()), (b"", ("stop",))):
         decode = Decoder()
         matcher = ResumedStopMatcher(list(before), stops, decode)
         matcher.cut(chunk(b"new text"))
         assert decode.asked == []
+    decode = Decoder()
+    matcher = ResumedStopMatcher(list(b"the EN"), ["END"], decode)
+    assert matcher.cut(chunk(b"D")).matched_stop == "END"
+    asked = len(decode.asked)
+    whole = chunk(b"the END")
+    assert matcher.cut(whole) is whole
+    assert len(decode.asked) == asked, "it is done"
 
 
 @pytest.mark.parametrize(
@@ -112,13 +117,3 @@ def test_decoding_is_bounded(new: bytes) -> None:
     window = 4 * (len(stop) + 1)
     assert len(decode.asked) <= window + 2
     assert max(decode.asked) <= 2 * window + 1
-
-
-def test_nothing_is_decoded_any_more_when_done() -> None:
-    decode = Decoder()
-    matcher = ResumedStopMatcher(list(b"the EN"), ["END"], decode)
-    assert matcher.cut(chunk(b"D")).matched_stop == "END"
-    asked = len(decode.asked)
-    whole = chunk(b"the END")
-    assert matcher.cut(whole) is whole
-    assert len(decode.asked) == asked

@@ -80,11 +80,16 @@ def test_cumulative_and_incremental_events_read_the_same() -> None:
 
 
 def test_likeliest_tokens_without_those_that_cannot_come() -> None:
-    reader = ChunkReader(replace(request(), top_logprobs=2))
+    asked = replace(request(), top_logprobs=2)
     top = [[[-0.1, 5, None], [None, 6, None]], [[-0.5, 7, None], [-0.6, 8, None]]]
-    chunk = reader.read(meta(2, 2, output_top_logprobs=top))
+    chunk = ChunkReader(asked).read(meta(2, 2, output_top_logprobs=top))
     assert chunk.top_logprobs == [[(5, -0.1)], [(7, -0.5), (8, -0.6)]]
     assert ChunkReader(request()).read(meta(2, 2)).top_logprobs is None
+    with fails_with(EngineMismatch, "likeliest"):
+        ChunkReader(asked).read(meta(2, 2, output_top_logprobs=[[]]))
+    # Rounding above zero is borne.
+    told = {"output_token_logprobs": [[1.2e-7, 30, None]]}
+    assert ChunkReader(request()).read(meta(1, 1, **told)).logprobs == [1.2e-7]
 
 
 def test_an_engine_may_say_which_tokens_its_grammar_decided() -> None:
@@ -136,11 +141,6 @@ def test_ids_that_the_model_does_not_have_are_refused(bad: int) -> None:
             ChunkReader(request()).read(told)
 
 
-def test_likeliest_tokens_that_are_missing_are_an_error() -> None:
-    with fails_with(EngineMismatch, "likeliest"):
-        ChunkReader(replace(request(), top_logprobs=2)).read(meta(2, 2, output_top_logprobs=[[]]))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -157,11 +157,6 @@ def test_an_answer_that_cannot_be_read_is_no_answer(changes: dict[str, Any]) -> 
     reader.read(meta(1, 1))
     with fails_with(EngineUnavailable, "cannot be read"):
         reader.read(meta(2, 1, **changes))
-
-
-def test_rounding_above_zero_is_borne() -> None:
-    told = {"output_token_logprobs": [[1.2e-7, 30, None]]}
-    assert ChunkReader(request()).read(meta(1, 1, **told)).logprobs == [1.2e-7]
 
 
 def test_an_abort_in_sglangs_queue() -> None:
