@@ -122,6 +122,7 @@ async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
     with fails_with(openai.NotFoundError, code="model_not_found"):
         await client.models.retrieve("gpt-4o")
     assert [model.id async for model in await client.models.list()] == ["policy"]
+    assert (await client.models.retrieve("policy")).id == "policy"
     assert not engine.requests
     assert not client.interactions
 

@@ -12,20 +12,22 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from tests.direct.conftest import Make
-from tests.support.direct import HELLO, MODEL, said, until
+from tests.support.direct import HELLO, MODEL, said
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200}
 
 
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cancelled_call_ends_in_the_engine(
-    client: EngineOpenAI, engine: ScriptedEngine, stream: bool, n: int
+    client: EngineOpenAI, engine: ScriptedEngine, stream: bool, at: int, n: int
 ) -> None:
     for _ in range(n):
-        engine.hold(at=3)
+        engine.hold(at=at)
 
     async def call() -> None:
         answer: Any = await client.chat.completions.create(**LONG, stream=stream, n=n)

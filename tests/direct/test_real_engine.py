@@ -20,9 +20,10 @@ from any_agent.engine.embedded.model_loader import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, GenerationHyperparameters
-from tests.support.direct import HELLO, MODEL, MORE, until
+from tests.support.direct import HELLO, MODEL, MORE
 from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
+from tests.support.waiting import until
 
 
 @pytest.fixture

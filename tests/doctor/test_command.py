@@ -83,6 +83,8 @@ def test_a_wrong_template_fails_the_check_with_a_remedy(
     assert "FAILED rendering, template: " in out
     assert "as the model's own chat template does" in out
     assert "to do: set model.renderer to this model's family, or to default" in out
+    assert main(["doctor", str(folder), "--renderer", "qwen3", "--quick"]) == 1
+    capsys.readouterr()
     assert main(["doctor", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["subject"]["renderer"] == "default"
 

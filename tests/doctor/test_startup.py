@@ -58,6 +58,15 @@ async def test_a_renderer_that_writes_otherwise_later_in_a_talk(chat: ChatFormat
     }
 
 
+async def test_a_renderer_that_writes_the_prompt_otherwise(chat: ChatFormat) -> None:
+    chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
+        "<|im_start|>assistant\\n'", "<|im_start|>assistant '"
+    )
+    found = await failures(chat)
+    assert found["rendering"] >= {"user", "system", "tools", "tool result"}
+    assert found["continuation"] >= {"after text", "after a call"}
+
+
 async def test_a_continuation_that_is_declined_is_no_failure(tiny_model_dir: Path) -> None:
     chat = load_chat_format(
         str(tiny_model_dir), enable_thinking=False, thinking_retention="tool_cycle"

@@ -10,9 +10,10 @@ import pytest
 
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
-from tests.support.engine.sglang import BOTH, all_of, client_of, request, until
+from tests.support.engine.sglang import BOTH, all_of, client_of, request
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 SHAPE = ModelFingerprint(100, "qwen3", ("Qwen3ForCausalLM",))
 

@@ -6,8 +6,8 @@ import asyncio
 
 from any_agent.engine.pause_gate import Outage, PauseGate
 from any_agent.errors import EngineUnavailable
-from tests.support.engine.sglang import until
 from tests.support.errors import fails_with
+from tests.support.waiting import until
 
 
 async def test_waiting_is_bounded_in_number() -> None:

@@ -13,9 +13,10 @@ import pytest
 from any_agent.engine import Capabilities, EnginePool, SGLangEngine, agenerate
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from any_agent.types import ModelRequest, ModelResponse
-from tests.support.engine.sglang import FORMULA, request, until
+from tests.support.engine.sglang import FORMULA, request
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 Engines = list[ScriptedEngine]
 

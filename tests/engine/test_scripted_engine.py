@@ -12,17 +12,11 @@ from tests.support.engine.sglang_contract import SGLangContract
 from tests.support.scripted_engine import VOCABULARY, ScriptedEngine
 
 
-class TestCumulative(SGLangContract):
-    @pytest.fixture
-    async def url(self) -> AsyncIterator[str]:
-        async with ScriptedEngine(pace=0.0005).serve() as url:
-            yield url
-
-
-class TestIncremental(SGLangContract):
-    @pytest.fixture
-    async def url(self) -> AsyncIterator[str]:
-        async with ScriptedEngine(pace=0.0005, incremental=True).serve() as url:
+class TestContract(SGLangContract):
+    @pytest.fixture(params=["cumulative", "incremental"])
+    async def url(self, request: pytest.FixtureRequest) -> AsyncIterator[str]:
+        incremental = request.param == "incremental"
+        async with ScriptedEngine(pace=0.0005, incremental=incremental).serve() as url:
             yield url
 
 

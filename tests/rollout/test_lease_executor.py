@@ -23,7 +23,8 @@ from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
-from tests.support.lease_executor import Scripted, Service, until
+from tests.support.lease_executor import Scripted, Service
+from tests.support.workflow_executor import until
 
 CONFIG = RolloutConfig(batch_size=4, max_concurrent=8, eta=1)
 

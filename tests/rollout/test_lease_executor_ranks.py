@@ -19,7 +19,8 @@ from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
-from tests.support.lease_executor import Service, until
+from tests.support.lease_executor import Service
+from tests.support.workflow_executor import until
 
 
 def sid(rank: int, number: int) -> str:
@@ -36,6 +37,8 @@ class Home(Service):
     def __init__(self) -> None:
         super().__init__()
         self.away = False
+        self.left = False
+        """Its polls were cancelled."""
         self.replayed: list[list[str]] = []
 
     async def ack(
@@ -44,6 +47,13 @@ class Home(Service):
         if self.away:
             raise ServiceUnavailable("away")
         return await super().ack(owner=owner, trained=trained, rejected=rejected, step=step)
+
+    async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
+        try:
+            return await super().lease(owner=owner, wait=wait, max_groups=max_groups)
+        except asyncio.CancelledError:
+            self.left = True
+            raise
 
     async def replay(self, *, owner: str, session_ids: list[str]) -> bytes:
         assert owner == "me"
@@ -219,7 +229,7 @@ def test_a_rank_that_has_ended_fails_nothing(lab: Lab) -> None:
     one.away = True
     lab.ranks.change(Fleet.of(2).with_state(1, None))
     lab.executor.ack([sid(1, 1)], [])
-    until(lambda: zero.held)
+    until(lambda: zero.held and one.left)
     one.failures = {"capacity": [NotFound("it is gone")]}
     with fails_with(NotFound, "rank 1"):
         lab.executor.replay([sid(0, 1), sid(1, 1)], timeout=60)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from any_agent.config import RolloutConfig
 from any_agent.data import ItemLoader
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
+from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import GroupedRolloutWorkflow, context
 from tests.support.errors import fails_with
@@ -209,9 +211,10 @@ def test_the_next_batch_is_made_meanwhile() -> None:
 def test_an_executor_keeps_to_its_loader_and_workflow() -> None:
     data, workflow = items(10), Doing()
     with executor() as e:
-        for group_size in (0, 5):
-            with pytest.raises(ConfigError):
-                e.prepare_batch(data, workflow, group_size=group_size)
+        with pytest.raises(ConfigError):
+            e.submit({"n": 0}, workflow, group_size=0)
+        with pytest.raises(ConfigError):
+            e.prepare_batch(data, workflow, group_size=5)
         e.prepare_batch(data, workflow, timeout=60)
         for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
             with pytest.raises(ConfigError):
@@ -421,6 +424,8 @@ def test_the_end_cancels_what_runs_and_waits_for_it() -> None:
 
 
 def test_an_interrupt_ends_the_wait() -> None:
+    with pytest.raises(RuntimeError):  # it was not started
+        WorkflowExecutor(None, RolloutConfig()).submit({}, Doing())  # type: ignore[call-arg]
     workflow = Gated()
     with executor() as e:
         e.submit({"n": 1}, workflow)

@@ -36,6 +36,12 @@ async def test_a_loop_that_is_blocked_is_late() -> None:
     assert sum(lag.counts[lag.bounds.index(0.25) + 1 :]) >= 1
 
 
+async def test_the_watch_ends_with_its_context() -> None:
+    async with watch_loop_lag(loop_lag_histogram(), every=0.001):
+        assert len(asyncio.all_tasks()) == 2
+    assert len(asyncio.all_tasks()) == 1
+
+
 async def test_each_step_is_told_and_nothing_else_changes() -> None:
     held: list[float] = []
     free = asyncio.Event()

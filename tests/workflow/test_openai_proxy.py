@@ -185,6 +185,14 @@ async def test_no_error_of_ours_shows_the_key(proxy: Proxy, patient: bool) -> No
     assert all(key not in text for text in shown)
 
 
+async def test_one_row_for_a_conversation(proxy: Proxy) -> None:
+    result = await episode(MyAgent(turns=3), proxy, export_style="concat")
+    assert result is not None
+    ((row, _),) = rows_of(result)
+    recorded = await proxy.recorded("7-0-0")
+    assert row["loss_mask"].sum() == sum(len(i.output_ids) for i in recorded)
+
+
 class AsDocumented(OpenAIProxyWorkflow):
     """An episode that is written anew, of the parts that are named for that."""
 
@@ -304,6 +312,19 @@ async def test_a_url_or_a_key_of_the_environment_stays(
         monkeypatch.setenv("OPENAI_API_KEY", key)
         await episode(MyAgent(), proxy)
         assert os.environ["OPENAI_BASE_URL"] == url
+
+
+class Breaks:
+    """Fails for a reason of its own, before any call."""
+
+    async def run(self, data: Any, base_url: str = "") -> float:
+        return 1 / 0
+
+
+async def test_what_is_raised_before_any_call_has_no_note_about_calls(proxy: Proxy) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        await episode(Breaks(), proxy)
+    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
 
 
 async def test_an_agent_that_holds_the_loop_is_named_once(

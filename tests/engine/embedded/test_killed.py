@@ -15,8 +15,9 @@ from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.types import GenerationChunk, ModelRequest
 from tests.support.engine.embedded import fresh_logprobs, prompt, request, worst
 from tests.support.engine.process import EngineProcess
-from tests.support.engine.sglang import joined, until
+from tests.support.engine.sglang import joined
 from tests.support.other_weights import publish_other
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.service
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from any_agent.engine.embedded import server, weight_updates
 from any_agent.engine.embedded.__main__ import main
@@ -29,6 +30,7 @@ from tests.support.engine.sglang_contract import (
     check_answer,
     events,
 )
+from tests.support.waiting import until
 
 
 class TestContract(SamplingContract):
@@ -183,9 +185,7 @@ async def test_neutral_parameters_are_accepted(engine: EmbeddedEngine, serve: Se
     check_answer(answer, 12)
 
 
-async def test_equal_rids_and_a_full_queue(
-    loaded: LoadedModel, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_equal_rids_and_a_full_queue(loaded: LoadedModel, serve: Serve) -> None:
     options = EngineOptions(max_running_requests=1, max_queued_requests=1)
     async with EmbeddedEngine(loaded, options) as engine:
         url = await serve(engine)
@@ -193,19 +193,9 @@ async def test_equal_rids_and_a_full_queue(
         await anext(stream)
         await engine.pause("in_place")
         assert (await call(url, "/generate", body() | {"rid": "a"}))[0] == 400
-        submitted = asyncio.Event()
-        submit = engine.submit
-
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            submitted.set()
-            return submit(*args, **kwargs)
-
-        monkeypatch.setattr(engine, "submit", spy)
         queued = asyncio.create_task(call(url, "/generate", body()))
-        await asyncio.wait_for(submitted.wait(), LIMIT)
-        status, answer = await call(url, "/generate", body())
-        assert status == 503
-        assert "full" in answer["error"]["message"]
+        await until(lambda: engine.loop.load == (1, 1))
+        assert (await call(url, "/generate", body()))[0] == 503
         await call(url, "/abort_request", {"abort_all": True})
         assert (await queued)[1]["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -243,6 +233,29 @@ async def test_a_client_that_leaves_ends_its_request(
         await asyncio.wrap_future(engine.loop.call(lambda: None))
         assert engine.loop.load == (0, 0)
         assert engine.loop.steps < 10
+
+
+async def test_a_client_that_leaves_amid_an_event_is_no_fault(
+    engine: EmbeddedEngine,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write = web.StreamResponse.write
+
+    async def after_it_left(self: web.StreamResponse, data: Any) -> None:
+        assert self._req is not None and self._req.transport is not None
+        self._req.transport.close()
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", after_it_left)
+    url = await serve(engine)
+    with pytest.raises(aiohttp.ClientError):
+        async with asyncio.timeout(LIMIT):
+            assert [e async for e in events(url, body(max_new_tokens=30))] == []
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    # Its request has ended, and others are served.
+    assert (await call(url, "/generate", body()))[0] == 200
 
 
 async def test_a_dead_loop_answers(loaded: LoadedModel, serve: Serve) -> None:

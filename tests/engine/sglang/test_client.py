@@ -19,11 +19,11 @@ from tests.support.engine.sglang import (
     client_of,
     joined,
     request,
-    until,
 )
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import FaultKind
+from tests.support.waiting import until
 
 
 @BOTH
@@ -50,6 +50,15 @@ async def test_every_kind_of_answer_reads_the_same(stream: bool, incremental: bo
         "ignore_eos": False,
     }
     assert scripted.aborted == []
+
+
+async def test_a_long_answer_reads_as_a_short_one(
+    client: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in a thread."""
+    at_once = await all_of(client, request(), stream=False)
+    monkeypatch.setattr("any_agent.engine.sglang.client.LONG_REPLY", 100)
+    assert await all_of(client, request(), stream=False) == at_once
 
 
 @BOTH

@@ -19,10 +19,10 @@ from tests.support.engine.sglang import (
     client_of,
     joined,
     request,
-    until,
 )
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import meanwhile, until
 
 Work = asyncio.Task[list[GenerationChunk]]
 
@@ -119,6 +119,18 @@ async def test_an_engine_that_never_comes_back(scripted: ScriptedEngine, stream:
         await scripted.revive()
         await until(lambda: not client.away)
         assert joined(await all_of(client, request(), stream=stream))[0] == FORMULA[:10]
+
+
+async def test_a_dead_engine_is_noticed_without_a_call(
+    client: SGLangEngine, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("any_agent.engine.sglang.watch.INTERVAL", 0.05)
+    async with meanwhile(client.watch(hung_after=60.0)):
+        await scripted.die()
+        await until(lambda: client.away)
+        assert client.silence == 0.0, "it is dead, and does not hang"
+        await scripted.revive()
+        await until(lambda: not client.away)
 
 
 @BOTH

@@ -19,10 +19,10 @@ from tests.support.engine.sglang import (
     client_of,
     joined,
     request,
-    until,
 )
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 GRAMMAR = '{"regex": ".*"}'
 
@@ -114,6 +114,19 @@ async def test_an_engine_that_truncates_prompts_is_refused(
         await all_of(client, request(), stream=stream)
     assert not client.away
     await until(lambda: not scripted.running)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_a_cumulative_stream_is_warned_of_once(
+    client: SGLangEngine,
+    scripted: ScriptedEngine,
+    caplog: pytest.LogCaptureFixture,
+    incremental: bool,
+) -> None:
+    scripted.told = {"incremental_streaming_output": incremental}
+    for _ in range(2):
+        await client.capabilities()
+    assert len(caplog.records) == (0 if incremental else 1)
 
 
 async def test_capabilities_are_asked_once_and_after_a_death(

@@ -16,8 +16,9 @@ from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.engine.sglang.watch import silences
 from tests.support.engine.process import EngineProcess
-from tests.support.engine.sglang import BOTH, all_of, joined, request, until
+from tests.support.engine.sglang import BOTH, all_of, joined, request
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.service
 

@@ -241,6 +241,11 @@ class SGLangContract:
         assert answer["success"] is False
         assert answer["message"]
 
+    async def test_health_and_cache(self, url: str) -> None:
+        for path in ("/health", "/health_generate"):
+            assert (await call(url, path, method="GET"))[0] == 200
+        assert (await call(url, "/flush_cache"))[0] == 200
+
     async def test_abort_request(self, url: str) -> None:
         stream = events(url, body(max_new_tokens=1500) | {"rid": "to-abort"})
         last = await anext(stream)
