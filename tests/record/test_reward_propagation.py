@@ -60,13 +60,6 @@ def test_roots_with_other_tools_are_no_choices(make: Make) -> None:
     assert propagate_rewards(nodes, final_reward=1.0) == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
 
 
-def test_choices_of_which_none_was_continued_all_count(make: Make) -> None:
-    nodes = [make("p"), make("c.0", "p", asked="q", reward=1.0), make("c.1", "p", asked="q")]
-    assert discarded(nodes) == set()
-    r = propagate_rewards(nodes)
-    assert r == {"p": 0.5, "c.0": 1.0, "c.1": 0.0}
-
-
 def test_without_texts_a_request_is_known_by_its_ids(make: Make) -> None:
     nodes = [
         make("a", prompt=[1], message_delta=[]),

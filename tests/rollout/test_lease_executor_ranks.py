@@ -136,16 +136,6 @@ def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.Monke
     until(lambda: one.held[-1] == [])
 
 
-def test_a_session_that_is_gone_does_not_keep_the_others(lab: Lab) -> None:
-    zero, _ = lab.services
-    lab.give(0, group(0, "a", 1, 2, 3, 4))
-    lab.executor.prepare_batch(timeout=60)
-    zero.failures = {"ack": [NotFound("no such session"), NotFound("no such session")]}
-    lab.executor.ack([sid(0, 1), sid(0, 2)], [])
-    assert zero.acks == [([sid(0, 2)], [])]
-    until(lambda: zero.held[-1] == [sid(0, 3), sid(0, 4)])
-
-
 def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> None:
     """Its acknowledgement was lost with the trainer that sent it."""
     zero, one = lab.services

@@ -20,7 +20,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     TrainingError,
 )
-from any_agent.rollout.failure_budget import FailureBudget, is_transient
+from any_agent.rollout.failure_budget import is_transient
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import Doing, executor, items, numbers
@@ -74,24 +74,6 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
         stream = iter(list(enumerate(items(5))))
         batch = e.sessions_batch(stream, workflow, timeout=60)
     assert [group[0].group_id for group in batch] == ["data-0", "data-2", "data-3", "data-4"]
-
-
-def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
-    calls: list[int] = []
-
-    async def second_fails(data: dict[str, Any]) -> None:
-        calls.append(len(calls))
-        mine = calls[-1]
-        await asyncio.sleep(0.01 * (5 - mine))
-        if mine == 1:
-            raise ValueError("the second")
-
-    with executor() as e:
-        e.submit({"n": 7}, Doing(second_fails), group_size=4)
-        (result,) = e.wait(1, timeout=60)
-    assert result is not None
-    assert numbers(result) == [7, 7, 7]
-    assert e.rejected == {"failed": 1}
 
 
 def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
@@ -208,21 +190,6 @@ def test_a_service_that_is_away_is_tried_gently() -> None:
     for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.8), strict=False):
         assert pause >= 0.95 * least
     assert len(begun) == 10
-
-
-def test_the_count_of_failures_in_a_row() -> None:
-    failures = FailureBudget(3)
-    under_way = [failures.begin() for _ in range(10)]
-    for number in under_way:
-        assert failures.failed(number, ValueError("x"), "it") is None
-    assert failures.in_a_row == 1
-    assert failures.failed(failures.begin(), ValueError("x"), "it") is None
-    failures.succeeded()
-    for _ in range(2):
-        assert failures.failed(failures.begin(), ValueError("x"), "it") is None
-    end = failures.failed(failures.begin(), ValueError("the\nlast"), "task 7, run 0")
-    assert end is not None
-    assert "task 7, run 0: ValueError: the last" in str(end)
 
 
 class APIConnectionError(Exception):

@@ -193,15 +193,6 @@ def test_nothing_is_of_newer_weights_than_there_are() -> None:
     assert len(rows_of(given, newest=3)) == 2
 
 
-def test_interactions_become_one_padded_batch() -> None:
-    batch = tensors_of(exported("individual"))
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
-    assert batch["attention_mask"].tolist()[0] == [True] * 4 + [False] * 2
-    assert batch["versions"].tolist()[0] == [-1, -1, 3, 3, -1, -1]
-    assert batch["rewards"].tolist() == [0.5, 1.0]
-    checked_tensors(batch)
-
-
 def test_batches_are_concatenated_and_padded() -> None:
     one = tensors([1, 2, 3], extra=torch.ones(1, 3, 2))
     two = tensors([1, 2, 3, 4, 5], [7, 8, 9], reward=0.0, extra=torch.ones(2, 5, 2))
