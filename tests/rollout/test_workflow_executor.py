@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +20,16 @@ from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import GroupedRolloutWorkflow, context
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
-from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, numbers, until
+from tests.support.workflow_executor import (
+    LIMIT,
+    REJECT,
+    Doing,
+    Gated,
+    executor,
+    items,
+    numbers,
+    until,
+)
 
 THIRD = Doing(lambda data: REJECT if data["n"] % 3 == 0 else None)
 
@@ -452,3 +462,91 @@ def test_several_callers_at_once_get_their_own() -> None:
         for thread in threads:
             thread.join(30)
     assert sorted(results) == [[100 * k + n for n in range(20)] for k in range(4)]
+
+
+@pytest.mark.parametrize("is_eval", [True, False])
+def test_what_runs_and_what_waits_are_both_forgotten(is_eval: bool) -> None:
+    workflow = Gated()
+    with executor(max_concurrent=2, batch_size=2, eta=0) as e:
+        ids = [e.submit(item, workflow, is_eval=is_eval) for item in items(5)]
+        kept = e.submit({"n": 9}, workflow, is_eval=is_eval)
+        until(lambda: workflow.waiting == [0, 1])
+        workflow.let(0)
+        assert e.wait_for_task(ids[0], timeout=60) is not None
+        until(lambda: 1 in workflow.waiting)
+        e.drop([*ids, 1234])
+        assert set(workflow.cancelled) >= {1}
+        workflow.let(9)
+        result = e.wait_for_task(kept, timeout=60)
+        assert result is not None and numbers(result) == [9]
+        assert e.rejected == {}, "what was dropped has not failed"
+        assert e.capacity.running == 0
+        with fails_with(ValueError, f"task_id {ids[1]}"):
+            e.wait_for_task(ids[1], timeout=1)
+        e.submit({"n": 3}, workflow, task_id=ids[1], is_eval=is_eval)
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    workflow = Gated()
+    with executor(max_concurrent=4, batch_size=4, eta=0) as e:
+        (first, second) = (e.submit({"n": n}, workflow, group_size=2) for n in (0, 1))
+        until(lambda: workflow.waiting == [0, 0, 1, 1])
+        gate = workflow._gates[0].pop()
+        gate.get_loop().call_soon_threadsafe(gate.set_result, None)
+        until(lambda: e.capacity.buffered == 1)
+        e.drop([first])
+        assert (e.capacity.running, e.capacity.buffered) == (2, 0)
+        workflow.let(1)
+        until(lambda: e.capacity.buffered == 2)
+        e.drop([second])
+        # There is room for as many again.
+        again = e.submit({"n": 5}, workflow, group_size=4)
+        until(lambda: workflow.waiting == [5] * 4)
+        workflow.let(5)
+        assert e.wait_for_task(again, timeout=60) is not None
+
+
+def results(*futures: Future[Any]) -> tuple[list[Any], list[BaseException]]:
+    errors = [error for f in futures if (error := f.exception(LIMIT)) is not None]
+    return [f.result() for f in futures if f.exception() is None], errors
+
+
+@pytest.mark.parametrize("asked", ["wait_for_task", "wait_for_runs"])
+def test_of_two_who_wait_for_one_item_one_gets_it(asked: str) -> None:
+    flow = Gated()
+    with executor() as e, ThreadPoolExecutor(2) as threads:
+        ask: Callable[[int], Any] = getattr(e, asked)
+        task = e.submit({"n": 7}, flow)
+        futures = [threads.submit(ask, task) for _ in range(2)]
+        flow.let(7)
+        got, errors = results(*futures)
+    assert len(got) == 1
+    assert [str(error) for error in errors] == [
+        "task_id 0 was not submitted, or waited for already"
+    ]
+    assert isinstance(errors[0], ValueError)
+
+
+def test_of_two_who_wait_for_more_than_there_is_one_is_told() -> None:
+    """Of four that were submitted each of two threads wants three."""
+    flow = Gated()
+    with executor() as e, ThreadPoolExecutor(2) as threads:
+        for item in items(4):
+            e.submit(item, flow)
+        futures = [threads.submit(e.wait, 3) for _ in range(2)]
+        flow.let(0, 1, 2, 3)
+        (got,), (error,) = results(*futures)
+        (last,) = e.wait(1, LIMIT)
+    assert sorted(n for one in [*got, last] for n in numbers(one)) == [0, 1, 2, 3]
+    assert "3 items" in str(error)
+
+
+def test_a_batch_that_another_thread_takes_from() -> None:
+    flow = Gated()
+    with executor() as e, ThreadPoolExecutor(1) as threads:
+        future = threads.submit(e.rollout_batch, items(3), flow)
+        flow.let(1)
+        assert e.wait(1, LIMIT) != [None]
+        flow.let(0, 2)
+        with fails_with(ValueError, "another thread"):
+            future.result(LIMIT)
