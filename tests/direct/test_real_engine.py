@@ -21,6 +21,7 @@ from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, GenerationHyperparameters
 from tests.support.direct import HELLO, MODEL, MORE
+from tests.support.engine.embedded import fresh_logprobs
 from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
 from tests.support.waiting import until
@@ -67,14 +68,6 @@ async def talk(client: openai.AsyncOpenAI, number: int, turns: int = 4, **fields
         messages += [message.model_dump(exclude_none=True), *(results or [MORE])]
 
 
-def fresh_logprobs(model: Any, ids: list[int], start: int) -> torch.Tensor:
-    """Of the ids from ``start`` on, by one forward pass."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0]
-    logprobs = torch.log_softmax(logits.float(), -1)[start - 1 : -1]
-    return logprobs.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_of_an_answer_under_a_grammar_the_free_tokens_are_trained_on(
     remote: SGLangEngine, embedded: EmbeddedEngine, chat: ChatFormat, stream: bool
@@ -102,10 +95,7 @@ async def test_of_an_answer_under_a_grammar_the_free_tokens_are_trained_on(
         row = client.export_interactions()[recorded.id].rewarded_row()
         ids, mask = row["input_ids"].tolist(), row["loss_mask"]
         start = len(ids) - len(recorded.output_ids)
-        fresh = torch.log_softmax(
-            embedded.loaded.model(torch.tensor([ids])).logits[0].float() / 0.05, -1
-        )[start - 1 : -1]
-        fresh = fresh.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0].detach()
+        fresh = fresh_logprobs(embedded.loaded.model, ids[:start], ids[start:], 0.05)
         off = (torch.from_numpy(row["logprobs"][start:]) - fresh).abs()
         free = torch.from_numpy(mask[start:]) == 1
         assert not mask[:start].any()
@@ -136,7 +126,7 @@ def worst_and_exact(models: Sequence[Any], client: EngineOpenAI) -> tuple[float,
         versions = row["versions"].tolist()
         assert versions == [-1] * len(prompt) + i.output_versions.tolist()
         for version in set(versions[len(prompt) :]):
-            fresh = fresh_logprobs(models[version], ids, len(prompt))
+            fresh = fresh_logprobs(models[version], prompt, ids[len(prompt) :])
             told = torch.tensor(row["logprobs"][len(prompt) :])
             own = torch.tensor([v == version for v in versions[len(prompt) :]])
             worst = max(worst, (fresh - told)[own].abs().max().item())

@@ -12,7 +12,6 @@ import aiohttp
 import httpx
 import numpy as np
 import pytest
-import torch
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from any_agent.client.environment import PLACEHOLDER_KEY
@@ -34,6 +33,7 @@ from any_agent.workflow import (
 )
 from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.proxy_client import task_name
+from tests.support.engine.embedded import fresh_logprobs
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -82,10 +82,7 @@ async def test_an_episode_is_what_the_engine_sampled(
         prompt = tree.prompt_ids(interaction.id).tolist()
         ids = row["input_ids"].tolist()
         assert ids == prompt + interaction.output_ids.tolist()
-        with torch.inference_mode():
-            logits = embedded.loaded.model(torch.tensor([ids])).logits[0]
-        fresh = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
-        fresh = fresh.gather(-1, torch.tensor(ids[len(prompt) :])[:, None])[:, 0]
+        fresh = fresh_logprobs(embedded.loaded.model, prompt, ids[len(prompt) :])
         assert np.allclose(row["logprobs"][len(prompt) :], fresh, atol=1e-3)
     assert (await state_of(real_proxy, "7-0-0"))[0] is SessionState.TRAINED
     assert real_proxy.service.sessions.grants.left == 0

@@ -171,31 +171,22 @@ async def test_logits_that_are_not_finite_end_only_their_request(loaded: LoadedM
                 assert worst(generation.request.logprobs, reference) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"input_ids": []},
-        {"input_ids": [380]},
-        {"input_ids": [-1]},
-        {"input_ids": [True]},
-        {"input_ids": [1.0]},
-        {"input_ids": [4] * 2048},
-        {"temperature": float("nan")},
-        {"temperature": -1.0},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": 0},
-        {"top_k": -2},
-        {"max_new_tokens": -1},
-        {"stop": ("",)},
-        {"stop": ("x",) * 65},
-    ],
-)
-async def test_refused_before_the_model(engine: EmbeddedEngine, change: dict[str, Any]) -> None:
-    ids = change.pop("input_ids", [4, 5])
-    with pytest.raises(InvalidRequest):
-        engine.submit(request("a", ids, **change))
+BAD: dict[str, list[Any]] = {
+    "input_ids": [[], [380], [-1], [True], [1.0], [4] * 2048],
+    "temperature": [float("nan"), -1.0, float("inf")],
+    "top_p": [0.0, 1.1],
+    "top_k": [0, -2],
+    "max_new_tokens": [-1],
+    "stop": [("",), ("x",) * 65],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_refused_before_the_model(engine: EmbeddedEngine, name: str) -> None:
+    for value in BAD[name]:
+        change = {name: value} if name != "input_ids" else {}
+        with pytest.raises(InvalidRequest):
+            engine.submit(request("a", value if name == "input_ids" else [4, 5], **change))
     assert engine.loop.steps == 0
 
 
