@@ -139,6 +139,20 @@ def test_an_error_of_the_sdk_is_two_lines_with_the_place_in_the_script(
     assert place == f"  at {script}:6 in attempt"
 
 
+def test_a_script_keeps_its_own_hook_and_the_trace_of_its_own_errors() -> None:
+    hook = "import sys\nsys.excepthook = lambda *_: print('mine', file=sys.stderr)"
+    assert run(f"{hook}\n{READS}", "train.stepz=3") == (1, "mine\n")
+    catches = """
+from any_agent.errors import ServiceUnavailable
+try:
+    asyncio.run(attempt())
+except ServiceUnavailable:
+    raise ZeroDivisionError("mine") from None
+"""
+    code, said = run(SESSION + catches)
+    assert code == 1 and "Traceback" in said and said.endswith("ZeroDivisionError: mine\n")
+
+
 READER = "import sys; from any_agent.runtime.command_line import guarded; sys.exit(guarded(main))"
 
 

@@ -87,6 +87,13 @@ def test_what_was_sampled_and_is_not_trained_on_is_no_prompt(tmp_path: Path) -> 
     assert (line["prompt_len"], line["completion"], line["tail_version"]) == (2, "cd", 3)
 
 
+def test_half_characters_can_be_written(tmp_path: Path) -> None:
+    dump = TrajectoryDump(tmp_path, lambda ids: "\ud83d \u2028")
+    path = dump.write_now(made()[:1], task_id=1, is_eval=False)
+    assert path is not None
+    assert len(path.read_text(encoding="utf-8").split("\n")) == 2
+
+
 async def test_what_goes_wrong_is_said_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
