@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_PART = 1024  # tokens that run at once
+PART = 1024  # tokens that run at once
 
 
 class Forward:
@@ -50,11 +50,11 @@ class Forward:
             raise ValueError("the first token has no context")
         values: list[float] = []
         state = None
-        in_parts = len(ids) > _PART
+        in_parts = len(ids) > PART
         tokens = torch.tensor([list(ids)], device=self._model.device)
         with torch.inference_mode():
-            for start in range(0, len(ids) - 1, _PART):
-                end = min(start + _PART, len(ids) - 1)
+            for start in range(0, len(ids) - 1, PART):
+                end = min(start + PART, len(ids) - 1)
                 # The logits at a position are those of the next token.
                 places = [k for k in range(start, end) if temperatures[k + 1] is not None]
                 out = self._model(

@@ -13,7 +13,7 @@ EngineOpener: TypeAlias = Callable[..., RemoteEngine]
 """Called with the engine's URL and :func:`open_engine`'s keyword arguments."""
 
 _SGLANG = "any_agent.engine.sglang.client.SGLangEngine"
-_KINDS: NamedRegistry[EngineOpener] = NamedRegistry(
+KINDS: NamedRegistry[EngineOpener] = NamedRegistry(
     # The embedded engine speaks SGLang's contract.
     "kind of engine",
     "engine.kind",
@@ -28,7 +28,7 @@ def register_engine(kind: str, opener: EngineOpener) -> EngineOpener:
     Processes that the service starts know the built-in kinds and those that the setting `plugins`
     registers; `engine.kind` may also be an opener's dotted name, ``package.module.opener``.
     """
-    return _KINDS.register(kind, opener)
+    return KINDS.register(kind, opener)
 
 
 def open_engine(
@@ -49,7 +49,7 @@ def open_engine(
     weight update, or for an engine that is away; ``request_timeout`` is in seconds without a byte.
     ``key`` is sent with every request. Raises ConfigError, with the known kinds, for another kind.
     """
-    return _KINDS.find(kind)(
+    return KINDS.find(kind)(
         url,
         decode=decode,
         shape=shape,

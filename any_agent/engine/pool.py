@@ -22,7 +22,7 @@ SEEDS: ContextVar[Callable[[int | None], int | None]] = ContextVar(
     "any_agent_engine_seeds", default=lambda own: own
 )
 """Gives each call of a task its seed, from the one that the call has itself."""
-_MAX_REMEMBERED = 65_536  # request ids whose engine is remembered
+MAX_REMEMBERED = 65_536  # request ids whose engine is remembered
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class EnginePool:
             )
         self._homes[rid] = home
         self._homes.move_to_end(rid)
-        if len(self._homes) > _MAX_REMEMBERED:
+        if len(self._homes) > MAX_REMEMBERED:
             self._homes.popitem(last=False)
         return home
 

@@ -21,7 +21,7 @@ from any_agent.runtime.environment import environment_with
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-_JOIN_TIMEOUT = timedelta(seconds=60)  # the time in which all members must join
+JOIN_TIMEOUT = timedelta(seconds=60)  # the time in which all members must join
 
 
 class Rendezvous:
@@ -41,7 +41,7 @@ class Rendezvous:
             host,
             self.port,
             is_master=True,
-            timeout=_JOIN_TIMEOUT,
+            timeout=JOIN_TIMEOUT,
             wait_for_workers=False,
             # Without this it would listen on every address of the machine.
             master_listen_fd=self._listener.detach(),
@@ -64,7 +64,7 @@ class WeightGroup:
         """``timeout`` bounds each operation. With gloo this waits until all members have joined."""
         self.size, self.backend = size, backend
         self._timeout = timedelta(seconds=timeout)
-        limit = min(self._timeout, _JOIN_TIMEOUT)
+        limit = min(self._timeout, JOIN_TIMEOUT)
         # The prefixes that `init_process_group` adds to the store: SGLang's side has them, too.
         device = "cpu" if backend == "gloo" else "cuda"
         inner = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -91,7 +91,7 @@ class WeightGroup:
             host,
             port,
             is_master=False,
-            timeout=min(timedelta(seconds=timeout), _JOIN_TIMEOUT),
+            timeout=min(timedelta(seconds=timeout), JOIN_TIMEOUT),
             wait_for_workers=False,
         )
         return cls(store, rank=rank, size=size, name=name, backend=backend, timeout=timeout)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _TTL = 15.0  # seconds after its last message until a rank admits nothing more
 _INTERVAL = 1.0
-_ANSWER_TIMEOUT = 1.0  # seconds for which the other ranks wait for one rank's reply
+ANSWER_TIMEOUT = 1.0  # seconds for which the other ranks wait for one rank's reply
 _RETRY_FOR = 5.0  # seconds for which one message is repeated; the next one has the newest leases
 
 
@@ -168,7 +168,7 @@ class CapacityKeeper:
             if connection.task is None or connection.task.done():
                 connection.task = asyncio.create_task(self._send_limit(rank, connection, limit))
                 sent.append(connection.task)
-        late = (await asyncio.wait(sent, timeout=_ANSWER_TIMEOUT))[1] if sent else ()
+        late = (await asyncio.wait(sent, timeout=ANSWER_TIMEOUT))[1] if sent else ()
         for connection in self._connections.values():
             connection.late = connection.late or connection.task in late
             if connection.task is not None and connection.task.done():

@@ -23,12 +23,12 @@ from any_agent.workflow import Episode
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_POLLS_PER_RANK = 2
+POLLS_PER_RANK = 2
 _POLL_LENGTH = 30.0  # seconds of one long poll
-_ACK_TIMEOUT = 5.0
+ACK_TIMEOUT = 5.0
 """Seconds that a step waits for a rank's reply to an acknowledgement, which is repeated later."""
-_MAX_FAILED_POLLS = 5  # the number of internal errors in a row with which a rank may reply to polls
-_POLL_RETRY_DELAY = 1.0
+MAX_FAILED_POLLS = 5  # the number of internal errors in a row with which a rank may reply to polls
+POLL_RETRY_DELAY = 1.0
 _FOLLOW_INTERVAL = 0.5  # seconds between two looks at the fleet
 _MAX_REPLAYED = 64  # the number of sessions that one request replays
 _MAX_GROUPS_LISTED = 3
@@ -146,11 +146,11 @@ class LeaseExecutor:
 
         A rank that is away gets the report when it is back; until then its leases are renewed.
         """
-        self.call(self._acks.send(trained, rejected, step=step, patience=_ACK_TIMEOUT))
+        self.call(self._acks.send(trained, rejected, step=step, patience=ACK_TIMEOUT))
 
     def flush(self) -> None:
         """Wait a bounded time for the ranks that have not replied to acknowledgements."""
-        self.call(self._acks.flush(patience=2 * _ACK_TIMEOUT))
+        self.call(self._acks.flush(patience=2 * ACK_TIMEOUT))
 
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
         """Lease exactly these sessions again, even trained ones; return them by id.
@@ -200,7 +200,7 @@ class LeaseExecutor:
 
     def _begin_polls(self, rank: int) -> None:
         client = self._ranks.clients[rank]
-        self._of_ranks[rank] += [self._task(self._poll(client)) for _ in range(_POLLS_PER_RANK)]
+        self._of_ranks[rank] += [self._task(self._poll(client)) for _ in range(POLLS_PER_RANK)]
 
     async def _follow_fleet(self) -> None:
         """Serve ranks that were added, and forget those that have ended, until cancelled."""
@@ -257,17 +257,17 @@ class LeaseExecutor:
             except AnyAgentError as error:
                 if error.code == RANK_ENDED:
                     # Until the next look at the fleet, which ends this task.
-                    await asyncio.sleep(_POLL_RETRY_DELAY)
+                    await asyncio.sleep(POLL_RETRY_DELAY)
                     continue
                 # An internal error may concern one request alone, but retries are bounded.
                 failed = 0 if error.retryable else failed + 1
-                if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
+                if not error.retryable and (error.status < 500 or failed > MAX_FAILED_POLLS):
                     raise
                 if not isinstance(error, StoreFull) or not full:
                     log.warning("cannot lease episodes, and will try again: %s", error.message)
                 # The wait for space has no bound, so it is logged once.
                 full = isinstance(error, StoreFull)
-                await asyncio.sleep(_POLL_RETRY_DELAY)
+                await asyncio.sleep(POLL_RETRY_DELAY)
                 continue
             failed, full = 0, False
             # A session that is leased twice had an expired lease.
@@ -287,7 +287,7 @@ class LeaseExecutor:
                         trained.append(id)
                     else:
                         rejected.append(Rejection(session_id=id, reason=reason))
-            await self._acks.send(trained, rejected, step=step, patience=_ACK_TIMEOUT)
+            await self._acks.send(trained, rejected, step=step, patience=ACK_TIMEOUT)
 
     async def _receive(self, episode: Episode) -> None:
         ids = [trajectory.session_id for trajectory in episode]
@@ -304,7 +304,7 @@ class LeaseExecutor:
         else:
             self.rejected[reason] += len(ids)
             rejected = [Rejection(session_id=id, reason=reason) for id in ids]
-            await self._acks.send([], rejected, patience=_ACK_TIMEOUT)
+            await self._acks.send([], rejected, patience=ACK_TIMEOUT)
         self._keeper.changed.set()
 
     async def _replay(self, session_ids: list[str]) -> dict[str, Trajectory]:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 RANK_ENDED = "rank_ended"
 """The code of the error of a call to a rank that has left the fleet."""
 _RETRY_DELAY = 0.1
-_POLL_INTERVAL = 0.2  # seconds between two reads of the registry's folder, for any number of calls
+POLL_INTERVAL = 0.2  # seconds between two reads of the registry's folder, for any number of calls
 
 
 class RankClients:
@@ -50,7 +50,7 @@ class RankClients:
     ) -> None:
         self._registry = Registry(folder, also)
         self._fleet = fleet
-        self._read_at = -_POLL_INTERVAL
+        self._read_at = -POLL_INTERVAL
         self._make = partial(
             RLClient, admin_key=admin_key, epoch=epoch, retry_for=retry_for, trust_env=False
         )
@@ -99,7 +99,7 @@ class RankClients:
 
     def _read(self) -> None:
         now = time.monotonic()
-        if now - self._read_at >= _POLL_INTERVAL:
+        if now - self._read_at >= POLL_INTERVAL:
             self._read_at = now
             self._fleet.refresh()
             self._registry.refresh()

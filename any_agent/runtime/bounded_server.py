@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 KEEPALIVE = 75.0
 """Seconds after which a connection without a request or with unfinished headers is closed."""
 
-_PART_TIMEOUT = 60.0  # seconds until the next part of a body
+PART_TIMEOUT = 60.0  # seconds until the next part of a body
 
 
 class BoundedConnection(web.RequestHandler):
@@ -132,7 +132,7 @@ def require_room(request: web.BaseRequest) -> None:
 
 async def read_body(request: web.BaseRequest, max_bytes: int, seconds: float) -> bytes:
     """Return a body; PayloadTooLarge above ``max_bytes``, InvalidRequest if it takes longer."""
-    time = BodyTimeout(part=_PART_TIMEOUT, whole=seconds, whole_name="this server's time limit")
+    time = BodyTimeout(part=PART_TIMEOUT, whole=seconds, whole_name="this server's time limit")
     parts: list[bytes] = []
     size = 0
     while part := await time.within(request.content.readany()):

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CANCEL_TIMEOUT = 5.0  # seconds that cancelled tasks have to end
-_JOIN_TIMEOUT = 2 * _CANCEL_TIMEOUT
+CANCEL_TIMEOUT = 5.0  # seconds that cancelled tasks have to end
+_JOIN_TIMEOUT = 2 * CANCEL_TIMEOUT
 
 
 class LoopThread:
@@ -89,7 +89,7 @@ class LoopThread:
         for task in left:
             task.cancel()
         if left:
-            _, late = await asyncio.wait(left, timeout=_CANCEL_TIMEOUT)
+            _, late = await asyncio.wait(left, timeout=CANCEL_TIMEOUT)
             if late:
                 log.warning("%d cancelled tasks do not end: %r", len(late), late)
         await self.loop.shutdown_asyncgens()
@@ -99,7 +99,7 @@ async def cancel_and_wait(run: asyncio.Future[Any], name: str) -> None:
     """Cancel a run of the agent ``name`` and wait 5 s for its end; leave it alone after that."""
     if not run.done():
         run.cancel()
-        await asyncio.wait([run], timeout=_CANCEL_TIMEOUT)
+        await asyncio.wait([run], timeout=CANCEL_TIMEOUT)
     if run.done():
         # Retrieve the exception so that asyncio does not log it.
         _ = run.cancelled() or run.exception()

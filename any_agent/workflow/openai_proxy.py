@@ -44,7 +44,7 @@ _NO_CALL_INLINE = (
     "that reads OPENAI_BASE_URL or blocks"
 )
 _NO_CALL_APART = f"{_NO_CALL}URL in OPENAI_BASE_URL"
-_MAX_BLOCKED = 5.0  # seconds for which an agent may block the event loop without a warning
+MAX_BLOCKED = 5.0  # seconds for which an agent may block the event loop without a warning
 _ARGUMENTS = ("base_url", "api_key", "http_client")
 _WRITE = "write async def run(self, data, **extra_kwargs)"
 _NEEDS_MAIN_THREAD = "only works in main thread"
@@ -283,7 +283,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     def _warn_of_blocking(self, seconds: float) -> None:
         """Warn once of an agent that has blocked the event loop for so long in one step."""
-        if seconds <= _MAX_BLOCKED or self._warned_of_blocking:
+        if seconds <= MAX_BLOCKED or self._warned_of_blocking:
             return
         self._warned_of_blocking = True
         log.warning(

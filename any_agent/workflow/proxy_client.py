@@ -35,7 +35,7 @@ _CONTENT = ("messages", "output_message_list", "completion", "model_response", "
 _NO_SLOT = "no_capacity"
 _EXPORT_SLACK = 240.0
 """Seconds beyond a request's usual timeout: an export may wait for calls that are ending."""
-_HEARTBEAT = 60.0  # seconds between heartbeats while the agent is busy elsewhere
+HEARTBEAT = 60.0  # seconds between heartbeats while the agent is busy elsewhere
 _ABORT_TIMEOUT = 7.0
 _CALL_ERRORS = {"APIError", "ClientError", "RequestException", "URLError"}
 """Names, which need no import, of the errors of OpenAI's and Anthropic's SDKs, of aiohttp, requests
@@ -167,7 +167,7 @@ class OpenAIProxyClient:
     async def _keep_alive(self) -> None:
         path = f"/rl/v1/sessions/{self.session_id}/heartbeat"
         while True:
-            await asyncio.sleep(_HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT)
             try:
                 await self._call(path, {}, key=self.session_api_key)
             except errors.AnyAgentError as error:

@@ -6,14 +6,12 @@ import json
 from typing import Any
 
 import openai
-import pytest
 from pydantic import BaseModel
 
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
-from any_agent.types import Continuation
 from tests.direct.conftest import Make
-from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.direct import CALL, HELLO, MODEL, TOOLS, said
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -35,24 +33,6 @@ async def test_a_whole_answer(
     assert usage is not None
     assert usage.completion_tokens == len(recorded.output_ids)
     assert usage.prompt_tokens == len(recorded.prompt_delta_ids)
-
-
-async def test_a_stream_has_the_text_in_parts_and_its_usage_last(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, "12 and 3"))
-    stream = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
-    )
-    assert isinstance(stream, openai.AsyncStream)
-    chunks = [chunk async for chunk in stream]
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == "12 and 3"
-    assert len(chunks) > 4
-    assert chunks[-1].usage is not None
-    (recorded,) = client.interactions
-    assert {c.id for c in chunks} == {recorded.id}
-    assert recorded.output_ids.tolist() == said(chat, "12 and 3")
 
 
 async def test_the_stream_helper_accumulates_the_whole_answer(
@@ -107,61 +87,6 @@ async def test_raw_responses_have_the_headers_of_a_service(client: EngineOpenAI)
     assert len(client.interactions) == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_three_turns_with_a_tool_continue_exactly(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    messages = list(HELLO)
-    for text in (CALL, "It is 5.", "And 6."):
-        engine.say(said(chat, text))
-        asked: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
-        if stream:
-            async with client.chat.completions.stream(**asked) as events:
-                message = (await events.get_final_completion()).choices[0].message
-        else:
-            message = (await client.chat.completions.create(**asked)).choices[0].message
-        messages.append(message.model_dump(exclude_none=True))
-        if message.tool_calls:
-            id = message.tool_calls[0].id
-            messages.append({"role": "tool", "tool_call_id": id, "content": "5"})
-        else:
-            messages.append(MORE)
-    kinds = [i.continuation for i in client.interactions]
-    assert kinds == [Continuation.ROOT, Continuation.EXACT, Continuation.EXACT]
-    prompts = [request["input_ids"] for request in engine.requests]
-    for before, after, i in zip(prompts, prompts[1:], client.interactions, strict=False):
-        whole = [*before, *i.output_ids.tolist()]
-        assert after[: len(whole)] == whole
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_each_choice_is_an_interaction(client: EngineOpenAI, stream: bool) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 2, "max_tokens": 3}
-    if stream:
-        events = await client.chat.completions.create(**asked, stream=True)
-        chunks = [chunk async for chunk in events]
-        (id,) = {chunk.id for chunk in chunks}
-        ends = [c.choices[0].index for c in chunks if c.choices[0].finish_reason]
-        assert sorted(ends) == [0, 1]
-    else:
-        completion = await client.chat.completions.create(**asked)
-        id = completion.id
-        assert [choice.index for choice in completion.choices] == [0, 1]
-    assert {i.id for i in client.interactions} == {f"{id}.0", f"{id}.1"}
-
-
-async def test_logprobs_are_the_recorded_ones(client: EngineOpenAI) -> None:
-    completion = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=3, logprobs=True
-    )
-    told = completion.choices[0].logprobs
-    assert told is not None and told.content is not None
-    (recorded,) = client.interactions
-    assert [entry.logprob for entry in told.content] == pytest.approx(
-        recorded.output_logprobs.tolist()
-    )
-
-
 async def test_legacy_completions_stream_the_same_text(client: EngineOpenAI) -> None:
     whole = await client.completions.create(model=MODEL, prompt="one two", max_tokens=3)
     stream = await client.completions.create(
@@ -170,13 +95,6 @@ async def test_legacy_completions_stream_the_same_text(client: EngineOpenAI) -> 
     text = "".join([chunk.choices[0].text async for chunk in stream])
     assert text == whole.choices[0].text
     assert [i.id.startswith("cmpl-") for i in client.interactions] == [True, True]
-
-
-async def test_the_policy_is_the_only_model(client: EngineOpenAI) -> None:
-    assert [model.id async for model in await client.models.list()] == ["policy"]
-    assert (await client.models.retrieve("policy")).id == "policy"
-    with fails_with(openai.NotFoundError, code="model_not_found"):
-        await client.models.retrieve("gpt-4o")
 
 
 async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
@@ -197,8 +115,14 @@ async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO} | fields
         with fails_with(openai.BadRequestError, code=code, param=param):
             await client.chat.completions.create(**asked)
+    with fails_with(openai.BadRequestError, param="background"):
+        await client.responses.create(model=MODEL, input="x", background=True)
     with fails_with(openai.NotFoundError, "/chat/completions"):
         await client.files.list()
+    with fails_with(openai.NotFoundError, code="model_not_found"):
+        await client.models.retrieve("gpt-4o")
+    assert [model.id async for model in await client.models.list()] == ["policy"]
+    assert (await client.models.retrieve("policy")).id == "policy"
     assert not engine.requests
     assert not client.interactions
 

@@ -76,10 +76,10 @@ def test_settings_that_cannot_be_trained_with_are_refused(
         make(**settings)
 
 
-@pytest.mark.parametrize("name", ["base_url", "http_client"])
-def test_there_is_no_http(make: Make, name: str) -> None:
-    with fails_with(TypeError, name):
-        make(**{name: "http://127.0.0.1:1"})
+def test_there_is_no_http(make: Make) -> None:
+    for name in ("base_url", "http_client"):
+        with fails_with(TypeError, name):
+            make(**{name: "http://127.0.0.1:1"})
 
 
 def test_the_context_must_be_known(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,28 +101,6 @@ async def test_an_engine_that_cannot_be_asked_for_its_context(
         await client.chat.completions.create(model=MODEL, messages=HELLO)
     await engine.revive()
     await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
-
-
-async def test_train_sessions_are_sampled_as_the_run_says(
-    make: Make, engine: ScriptedEngine
-) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 3}
-    asked |= {"temperature": 0.2, "top_p": 0.5, "seed": 3}
-    train = make(sampling=GenerationHyperparameters(temperature=0.9, max_new_tokens=2))
-    answer = await train.chat.completions.create(**asked)
-    assert answer.choices[0].finish_reason == "length"
-    (recorded,) = train.interactions
-    used = recorded.gconfig
-    assert (used.temperature, used.top_p, used.max_new_tokens) == (0.9, 1.0, 2)
-    assert set(recorded.request["overridden"]) == {"temperature", "top_p", "seed", "max_tokens"}
-    assert recorded.trainable
-    eval_ = make(mode="eval")
-    await eval_.chat.completions.create(**asked)
-    (recorded,) = eval_.interactions
-    used = recorded.gconfig
-    assert (used.temperature, used.top_p, used.seed, used.max_new_tokens) == (0.2, 0.5, 3, 3)
-    assert recorded.untrainable_reason == "truncated_sampling"
-    assert engine.requests[-1]["sampling_params"]["temperature"] == 0.2
 
 
 async def test_the_environment_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

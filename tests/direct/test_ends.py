@@ -12,20 +12,22 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from tests.direct.conftest import Make
-from tests.support.direct import HELLO, MODEL, said, until
+from tests.support.direct import HELLO, MODEL, said
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200}
 
 
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cancelled_call_ends_in_the_engine(
-    client: EngineOpenAI, engine: ScriptedEngine, stream: bool, n: int
+    client: EngineOpenAI, engine: ScriptedEngine, stream: bool, at: int, n: int
 ) -> None:
     for _ in range(n):
-        engine.hold(at=3)
+        engine.hold(at=at)
 
     async def call() -> None:
         answer: Any = await client.chat.completions.create(**LONG, stream=stream, n=n)
@@ -38,18 +40,6 @@ async def test_a_cancelled_call_ends_in_the_engine(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not engine.running)
-    assert not client.interactions
-
-
-async def test_leaving_a_stream_ends_it_in_the_engine(
-    client: EngineOpenAI, engine: ScriptedEngine
-) -> None:
-    engine.hold(at=3)
-    async with await client.chat.completions.create(**LONG, stream=True) as stream:
-        async for chunk in stream:
-            if chunk.choices[0].delta.content:
-                break
     await until(lambda: not engine.running)
     assert not client.interactions
 
@@ -150,34 +140,3 @@ async def test_an_engine_that_fails(
     monkeypatch.setattr(retrying, "_calculate_retry_timeout", lambda *_, **__: 0.0)
     await retrying.chat.completions.create(**LONG | {"max_tokens": 2})
     assert len(client.interactions) == 1
-
-
-async def test_one_failed_choice_fails_the_call(
-    client: EngineOpenAI, engine: ScriptedEngine
-) -> None:
-    engine.fail("status", status=503)
-    held = engine.hold(at=3)
-    with pytest.raises(openai.InternalServerError):
-        await client.with_options(max_retries=0).chat.completions.create(**LONG, n=2)
-    await until(lambda: not engine.running)
-    held.set()
-    assert not client.interactions
-
-
-async def test_many_calls_side_by_side(client: EngineOpenAI) -> None:
-    async def talk(number: int) -> list[str]:
-        messages: list[Any] = [{"role": "user", "content": f"Talk {number}."}]
-        ids = []
-        for _ in range(3):
-            answer = await client.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=4
-            )
-            ids.append(answer.id)
-            messages += [answer.choices[0].message.model_dump(), HELLO[0]]
-        return ids
-
-    talks = await asyncio.gather(*(talk(k) for k in range(12)))
-    assert len(client.interactions) == 36
-    for first, second, third in talks:
-        parents = [client.get_interaction(id).parent_id for id in (first, second, third)]  # type: ignore[union-attr]
-        assert parents == [None, first, second]

@@ -12,19 +12,19 @@ import openai
 import pytest
 import torch
 
-from any_agent import EngineOpenAI, RolloutWorkflow
+from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
-from any_agent.engine import InferenceEngine, SGLangEngine
+from any_agent.engine import SGLangEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model_loader import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
-from any_agent.types import Continuation, GenerationHyperparameters, Trajectory
-from any_agent.workflow import Episode
-from tests.support.direct import HELLO, MODEL, MORE, until
+from any_agent.types import Continuation, GenerationHyperparameters
+from tests.support.direct import HELLO, MODEL, MORE
+from tests.support.engine.embedded import fresh_logprobs
 from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
-from tests.support.proxy import config_for, running_proxy
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -68,14 +68,6 @@ async def talk(client: openai.AsyncOpenAI, number: int, turns: int = 4, **fields
         messages += [message.model_dump(exclude_none=True), *(results or [MORE])]
 
 
-def fresh_logprobs(model: Any, ids: list[int], start: int) -> torch.Tensor:
-    """Of the ids from ``start`` on, by one forward pass."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0]
-    logprobs = torch.log_softmax(logits.float(), -1)[start - 1 : -1]
-    return logprobs.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_of_an_answer_under_a_grammar_the_free_tokens_are_trained_on(
     remote: SGLangEngine, embedded: EmbeddedEngine, chat: ChatFormat, stream: bool
@@ -103,10 +95,7 @@ async def test_of_an_answer_under_a_grammar_the_free_tokens_are_trained_on(
         row = client.export_interactions()[recorded.id].rewarded_row()
         ids, mask = row["input_ids"].tolist(), row["loss_mask"]
         start = len(ids) - len(recorded.output_ids)
-        fresh = torch.log_softmax(
-            embedded.loaded.model(torch.tensor([ids])).logits[0].float() / 0.05, -1
-        )[start - 1 : -1]
-        fresh = fresh.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0].detach()
+        fresh = fresh_logprobs(embedded.loaded.model, ids[:start], ids[start:], 0.05)
         off = (torch.from_numpy(row["logprobs"][start:]) - fresh).abs()
         free = torch.from_numpy(mask[start:]) == 1
         assert not mask[:start].any()
@@ -137,7 +126,7 @@ def worst_and_exact(models: Sequence[Any], client: EngineOpenAI) -> tuple[float,
         versions = row["versions"].tolist()
         assert versions == [-1] * len(prompt) + i.output_versions.tolist()
         for version in set(versions[len(prompt) :]):
-            fresh = fresh_logprobs(models[version], ids, len(prompt))
+            fresh = fresh_logprobs(models[version], prompt, ids[len(prompt) :])
             told = torch.tensor(row["logprobs"][len(prompt) :])
             own = torch.tensor([v == version for v in versions[len(prompt) :]])
             worst = max(worst, (fresh - told)[own].abs().max().item())
@@ -205,98 +194,3 @@ async def test_the_engine_may_be_in_the_process(embedded: EmbeddedEngine, chat: 
     with fails_with(openai.BadRequestError, code="context_length_exceeded"):
         long = [{"role": "user", "content": "many words " * 5000}]
         await client.chat.completions.create(model=MODEL, messages=long)  # type: ignore[arg-type]
-
-
-async def test_seeded_talks_are_those_of_a_proxy(
-    remote: SGLangEngine, url: str, chat: ChatFormat, tmp_path: Path
-) -> None:
-    seeded: dict[str, Any] = {"seed": 11, "temperature": 0.8}
-    direct = EngineOpenAI(remote, chat, mode="eval")
-    await talk(direct, 1, **seeded)
-    async with running_proxy(config_for(tmp_path), chat, engine_url=url) as proxy:
-        session = await proxy.open(mode="eval")
-        async with openai.AsyncOpenAI(
-            base_url=session["base_url"], api_key=session["api_key"]
-        ) as client:
-            await talk(client, 1, **seeded)
-        recorded = await proxy.recorded(session["session_id"])
-    for ours, theirs in zip(direct.interactions, recorded, strict=True):
-        assert ours.prompt_delta_ids.tolist() == theirs.prompt_delta_ids.tolist()
-        assert ours.output_ids.tolist() == theirs.output_ids.tolist()
-        assert ours.output_logprobs.tolist() == theirs.output_logprobs.tolist()
-        assert ours.output_versions.tolist() == theirs.output_versions.tolist()
-        assert (ours.continuation, ours.trainable) == (theirs.continuation, theirs.trainable)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_cancelled_call_frees_the_engine(
-    embedded: EmbeddedEngine, remote: SGLangEngine, chat: ChatFormat, stream: bool
-) -> None:
-    client = EngineOpenAI(remote, chat)
-    await embedded.pause("in_place")
-
-    async def call() -> None:
-        asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 1500}
-        answer: Any = await client.chat.completions.create(**asked, stream=stream)
-        if stream:
-            async for _ in answer:
-                pass
-
-    task = asyncio.create_task(call())
-    await until(lambda: sum(embedded.loop.load) == 1)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
-    await embedded.resume()
-    await until(lambda: sum(embedded.loop.load) == 0)
-    assert client.interactions == []
-
-
-class Letters(RolloutWorkflow):
-    """Two turns; the reward is the share of letters in the last answer."""
-
-    def __init__(self, tokenizer: ChatFormat) -> None:
-        self.tokenizer = tokenizer
-
-    async def arun_episode(
-        self, engine: InferenceEngine, data: dict[str, Any] | None
-    ) -> Episode | None:
-        assert data is not None
-        client = EngineOpenAI(engine, self.tokenizer)
-        messages: list[Any] = [{"role": "user", "content": data["question"]}]
-        text = ""
-        for _ in range(2):
-            answer = await client.chat.completions.create(
-                model=MODEL, messages=messages, max_completion_tokens=16
-            )
-            message = answer.choices[0].message
-            text = message.content or ""
-            messages += [message.model_dump(exclude_none=True), MORE]
-        if not text:
-            return None
-        client.set_last_reward(sum(c.isalpha() for c in text) / len(text))
-        return [client.trajectory(group_id=data["id"], task_id=data["id"])]
-
-
-async def test_a_workflows_episodes_are_what_the_trainer_eats(
-    remote: SGLangEngine, chat: ChatFormat
-) -> None:
-    from any_agent.config import TrainConfig
-    from trainer.batch import training_batch
-
-    workflow = Letters(chat)
-    data = {"question": "Say letters.", "id": "task-1"}
-    runs = await asyncio.gather(*(workflow.arun_episode(remote, data) for _ in range(8)))
-    group: list[Trajectory] = [t for episode in runs if episode for t in episode]
-    assert len(group) >= 2
-    batch = training_batch(
-        [group],
-        TrainConfig(discount=0.9),  # type: ignore[call-arg]
-        step=1,
-        eta=2,
-        step_of_version={0: 0},
-    )
-    assert len(batch.scores) == len(group)
-    assert set(batch.trained) == {t.session_id for t in group}
-    outputs = sum(len(i.output_ids) for t in group for i in t.interactions)
-    assert sum(int(row["loss_mask"].sum()) for row in batch.rows) == outputs

@@ -10,7 +10,7 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
-from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.direct import CALL, MODEL, TOOLS, said
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -35,23 +35,6 @@ async def test_a_response_can_be_read_again_and_rewarded(
     # It stays a part of its session.
     client.set_reward(answer.id, 1.0)
     assert client.export_interactions()[answer.id].reward == 1.0
-
-
-async def test_the_stream_helper_accumulates_the_whole_answer(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, CALL))
-    tools: Any = [ADD]
-    async with client.responses.stream(model=MODEL, input="2 + 3?", tools=tools) as stream:
-        kinds = [event.type async for event in stream]
-        final = await stream.get_final_response()
-    assert kinds[0] == "response.created"
-    assert kinds[-1] == "response.completed"
-    (recorded,) = client.interactions
-    assert recorded.id == final.id
-    whole = await client.responses.retrieve(final.id)
-    assert [item.type for item in final.output] == ["function_call"]
-    assert whole.output[0].arguments == final.output[0].arguments  # type: ignore[union-attr]
 
 
 async def test_three_turns_by_the_previous_ones_id(
@@ -81,25 +64,3 @@ async def test_three_turns_by_the_previous_ones_id(
     assert kinds == [Continuation.ROOT, Continuation.EXACT, Continuation.EXACT]
     with fails_with(openai.NotFoundError, code="previous_response_not_found"):
         await client.responses.create(model=MODEL, input="x", previous_response_id="resp_other")
-
-
-async def test_a_session_may_mix_both_apis(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, "It is 5."))
-    first = await client.responses.create(model=MODEL, input=HELLO)
-    engine.say(said(chat, "And 6."))
-    messages = [*HELLO, {"role": "assistant", "content": first.output_text}, MORE]
-    await client.chat.completions.create(model=MODEL, messages=messages)
-    root, child = client.interactions
-    assert child.parent_id == root.id
-    client.set_last_reward(1)
-    applied = client.apply_reward_discount(0.5)
-    assert [(id, one.reward) for id, one in applied.items()] == [(root.id, 0.5), (child.id, 1.0)]
-    assert list(client.export_interactions("concat")) == [child.id]
-
-
-async def test_a_refused_parameter_records_nothing(client: EngineOpenAI) -> None:
-    with fails_with(openai.BadRequestError, param="background"):
-        await client.responses.create(model=MODEL, input="x", background=True)
-    assert not client.interactions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -100,55 +99,6 @@ async def test_what_cannot_be_rewarded(client: EngineOpenAI) -> None:
         client.export_interactions(style="tree")  # type: ignore[arg-type]
     client.set_reward(f"{answer.id}.1", 1)
     assert [i.reward for i in client.interactions] == [None, 1.0]
-
-
-async def test_the_choice_that_was_continued_counts(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, "one"))
-    engine.say(said(chat, "two"))
-    answer = await client.chat.completions.create(model=MODEL, messages=HELLO, n=2)
-    chosen = answer.choices[1]
-    messages = [*HELLO, chosen.message.model_dump(), MORE]
-    engine.say(said(chat, "three"))
-    await client.chat.completions.create(model=MODEL, messages=messages)
-    client.set_last_reward(1)
-    rows = client.export_interactions()
-    masks = {id: int(e.row["loss_mask"].sum()) for id, e in rows.items()}
-    parent = client.interactions[-1].parent_id
-    assert parent is not None
-    left_out = next(i.id for i in client.interactions[:2] if i.id != parent)
-    assert masks[left_out] == 0
-    assert masks[parent] == len(said(chat, "two"))
-
-
-async def test_both_styles_export_the_same_tokens(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    await talk(client, engine, chat, 3)
-    client.set_last_reward(1)
-    individual = client.export_interactions("individual")
-    assert list(individual) == [i.id for i in client.interactions]
-    concat = client.export_interactions("concat")
-    (leaf,) = concat.values()
-    outputs = [len(i.output_ids) for i in client.interactions]
-    assert int(leaf.row["loss_mask"].sum()) == sum(outputs)
-    last = individual[leaf.interaction.id]
-    assert last.row["input_ids"].tolist() == leaf.row["input_ids"].tolist()
-    assert int(last.row["loss_mask"].sum()) == outputs[-1]
-    assert [m["role"] for m in leaf.messages] == ["user", "assistant"] * 2 + ["user"]
-    tensors: dict[str, Any] = leaf.to_tensor_dict()
-    kinds = {name: str(value.dtype) for name, value in tensors.items()}
-    assert kinds == {
-        "input_ids": "torch.int32",
-        "loss_mask": "torch.int32",
-        "logprobs": "torch.float32",
-        "versions": "torch.int32",
-        "attention_mask": "torch.bool",
-        "rewards": "torch.float32",
-    }
-    assert tensors["input_ids"].shape == (len(leaf.row["input_ids"]),)
-    assert tensors["rewards"].shape == (1,)
 
 
 async def test_a_path_that_is_not_exact_is_no_concat(

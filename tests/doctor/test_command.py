@@ -21,19 +21,28 @@ CHANGED = "<|im_start|>assistant\\n'"
 
 
 def test_wrong_arguments_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    with_template: Callable[[Callable[[str], str]], Path],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments, said in (
-        (["/no/such/model"], "neither a folder nor a name"),
-        ([str(tmp_path), str(tmp_path)], "one model at a time"),
-        ([str(tmp_path), "--engine", "localhost:1"], "is no URL"),
-        ([str(tmp_path), "--engine", "http://localhost:port"], "is no URL"),
-        ([str(tmp_path), "--url", "http://[::1"], "is no URL"),
-        ([str(tmp_path), "model.rendererr=x"], "did you mean model.renderer"),
+        (["/no/such/model"], "/no/such/model"),
+        ([str(tmp_path), str(tmp_path)], "one model"),
+        ([str(tmp_path), "--engine", "localhost:1"], "localhost:1"),
+        ([str(tmp_path), "--engine", "http://localhost:port"], "http://localhost:port"),
+        ([str(tmp_path), "--url", "http://[::1"], "http://[::1"),
+        ([str(tmp_path), "model.rendererr=x"], "model.renderer"),
         ([f"root={tmp_path}"], "nothing to check"),
+        ([str(tmp_path)], "tokenizer"),
+        ([str(with_template(lambda _: "{% if %}x"))], "Jinja"),
+        ([str(tiny_model_dir), "--renderer", "foo"], "'foo'"),
+        (["--experiment", "nope", "--trial", "t", f"root={tmp_path}"], "no such run"),
     ):
         assert main(["doctor", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert said in shown.err and "Traceback" not in shown.err
+        assert not shown.out
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
@@ -48,34 +57,6 @@ def test_passwords_are_not_shown(form: list[str], capsys: pytest.CaptureFixture[
     assert "sesame" not in shown.out + shown.err
     assert main(["doctor", "--engine", "ftp://me:sesame@host"]) == 2
     assert "sesame" not in capsys.readouterr().err
-
-
-def test_a_folder_without_a_tokenizer_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", str(tmp_path)]) == 2
-    assert "tokenizer" in capsys.readouterr().err
-
-
-def test_what_no_model_can_be_examined_with(
-    with_template: Callable[[Callable[[str], str]], Path],
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = with_template(lambda _: "{% if %}x")
-    for arguments, said in (
-        ([str(folder)], "is no valid Jinja: line 1: "),
-        ([str(tiny_model_dir), "--renderer", "foo"], "there is no renderer 'foo': use auto, or"),
-        (
-            ["--experiment", "nope", "--trial", "t", f"root={tmp_path}"],
-            "there is no such run: ",
-        ),
-    ):
-        assert main(["doctor", *arguments]) == 2
-        shown = capsys.readouterr()
-        assert shown.err.count(said) == 1 and "Traceback" not in shown.err
-        assert not shown.out
 
 
 def test_a_model_without_a_template_fails_the_check_of_rendering(
@@ -102,19 +83,10 @@ def test_a_wrong_template_fails_the_check_with_a_remedy(
     assert "FAILED rendering, template: " in out
     assert "as the model's own chat template does" in out
     assert "to do: set model.renderer to this model's family, or to default" in out
+    assert main(["doctor", str(folder), "--renderer", "qwen3", "--quick"]) == 1
+    capsys.readouterr()
     assert main(["doctor", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["subject"]["renderer"] == "default"
-
-
-def test_a_wrong_template_later_in_a_talk(
-    with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = with_template(lambda text: text.replace("<tool_response>\\n'", "<tool_response>'"))
-    named = [str(folder), "--renderer", "qwen3", "--quick", "model.enable_thinking=false"]
-    assert main(["doctor", *named]) == 1
-    out = capsys.readouterr().out
-    assert "FAILED rendering, tool result: " in out
-    assert "FAILED continuation, after a call: " in out
 
 
 @pytest.fixture

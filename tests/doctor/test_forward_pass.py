@@ -19,7 +19,7 @@ PROMPT, OUTPUT = list(range(10, 30)), list(range(50, 63))
 async def test_a_forward_pass_has_the_true_logprobs(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    monkeypatch.setattr(forward_pass, "_PART", part)
+    monkeypatch.setattr(forward_pass, "PART", part)
     forward, true = Forward(tiny_model_dir), TrueModel(tiny_model_dir)
     table = true.logprobs(PROMPT, OUTPUT, {"temperature": 0.5})
     wanted = table.gather(-1, torch.tensor(OUTPUT)[:, None])[:, 0].tolist()

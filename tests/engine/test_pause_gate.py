@@ -6,35 +6,8 @@ import asyncio
 
 from any_agent.engine.pause_gate import Outage, PauseGate
 from any_agent.errors import EngineUnavailable
-from tests.support.engine.sglang import until
 from tests.support.errors import fails_with
-
-
-async def test_an_open_gate_lets_everybody_through() -> None:
-    gate = PauseGate("x", max_wait=60, max_waiting=0)
-    await gate.wait_open()
-    assert gate.is_open
-    assert gate.closings == 0
-
-
-async def test_a_closed_gate_is_waited_at() -> None:
-    gate = PauseGate("x", max_wait=60)
-    gate.close()
-    gate.close()
-    assert gate.closings == 1
-    calls = [asyncio.create_task(gate.wait_open()) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert not any(call.done() for call in calls)
-    gate.open()
-    await asyncio.gather(*calls)
-
-
-async def test_waiting_is_bounded_in_time() -> None:
-    gate = PauseGate("a weight update", max_wait=0.01)
-    gate.close()
-    with fails_with(EngineUnavailable, "weight update") as raised:
-        await gate.wait_open()
-    assert raised.value.retry_after
+from tests.support.waiting import until
 
 
 async def test_waiting_is_bounded_in_number() -> None:
@@ -104,17 +77,6 @@ async def test_calls_that_ask_at_the_same_time_share_a_question() -> None:
     assert engine.questions == 1
     assert await outage.is_over()
     assert engine.questions == 2
-
-
-async def test_a_second_outage_closes_the_gate_again() -> None:
-    engine = Asked()
-    engine.up = True
-    outage = Outage(engine, max_wait=60)
-    for _ in range(2):
-        outage.begin()
-        assert not outage.gate.is_open
-        await asyncio.wait_for(outage.gate.wait_open(), 60)
-    assert outage.gate.closings == 2
 
 
 async def test_closing_ends_the_questions() -> None:

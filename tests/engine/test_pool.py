@@ -13,9 +13,10 @@ import pytest
 from any_agent.engine import Capabilities, EnginePool, SGLangEngine, agenerate
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from any_agent.types import ModelRequest, ModelResponse
-from tests.support.engine.sglang import FORMULA, request, until
+from tests.support.engine.sglang import FORMULA, request
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 Engines = list[ScriptedEngine]
 
@@ -66,26 +67,17 @@ async def test_calls_go_to_the_engine_with_the_fewest(pool: EnginePool, engines:
     assert pool.calls == 0
 
 
-async def test_idle_engines_take_turns(pool: EnginePool, engines: Engines) -> None:
-    for k in range(9):
-        await call(pool, f"r{k}")
-    assert counts(engines) == [3, 3, 3]
-
-
 async def test_a_conversation_stays_where_its_beginning_is(
     pool: EnginePool, engines: Engines
 ) -> None:
-    for _ in range(4):
-        await call(pool, "talk")
+    responses = await asyncio.gather(*(pool.agenerate(request("talk")) for _ in range(4)))
+    assert [r.output_ids for r in responses] == [FORMULA[:10]] * 4
     assert sorted(counts(engines)) == [0, 0, 4]
     told = next(engine for engine in engines if engine.requests)
     assert len({body["rid"] for body in told.requests}) == 4, "an engine takes an id once at a time"
-
-
-async def test_two_calls_of_one_conversation_at_once(pool: EnginePool, engines: Engines) -> None:
-    responses = await asyncio.gather(*(pool.agenerate(request("talk")) for _ in range(5)))
-    assert [r.output_ids for r in responses] == [FORMULA[:10]] * 5
-    assert sorted(counts(engines)) == [0, 0, 5]
+    for k in range(9):
+        await call(pool, f"r{k}")
+    assert sorted(counts(engines)) == [3, 3, 7], "idle engines take turns"
 
 
 async def test_a_conversation_moves_when_its_engine_dies(
@@ -107,12 +99,12 @@ async def test_a_conversation_moves_when_its_engine_dies(
 
 
 async def test_only_so_many_conversations_are_remembered(
-    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+    pool: EnginePool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("any_agent.engine.pool._MAX_REMEMBERED", 4)
-    for k in range(10):
-        await call(pool, f"r{k}")
-    assert len(pool._homes) == 4
+    monkeypatch.setattr("any_agent.engine.pool.MAX_REMEMBERED", 1)
+    for rid in ("talk", "another", "talk"):
+        await call(pool, rid)
+    assert counts(engines) == [1, 1, 1]
 
 
 async def test_a_call_that_is_cancelled_ends_in_the_engine(
@@ -130,48 +122,40 @@ async def test_a_call_that_is_cancelled_ends_in_the_engine(
 # -- what it is --------------------------------------------------------------------------------
 
 
-async def test_all_can_do_what_each_can(pool: EnginePool, engines: Engines) -> None:
+async def test_all_can_do_what_each_can(engines: Engines) -> None:
     names = Capabilities.names()
     engines[0].told = {"capabilities": names}
     engines[1].told = {"capabilities": [name for name in names if name != "grammar"]}
     engines[2].told = {"capabilities": [name for name in names if name != "min_p"]}
     engines[2].context_length = 512
-    assert await pool.capabilities() == Capabilities(grammar=False, min_p=False, bound_tokens=True)
-    assert await pool.context_length() == 512
-    assert len(pool) == 3
-
-
-async def test_the_version_is_the_oldest_that_samples(engines: Engines) -> None:
     for k, engine in enumerate(engines):
         engine.weight_version = str(4 + k)
     async with pool_of(engines) as pool:
-        assert pool.version == pool.get_version() == 4
+        expected = Capabilities(grammar=False, min_p=False, bound_tokens=True)
+        assert await pool.capabilities() == expected
+        assert (await pool.context_length(), len(pool)) == (512, 3)
+        assert pool.version == pool.get_version() == 4, "the oldest that samples"
+    for nothing in ((), ("http://x",)):  # the latter without `decode`
+        with pytest.raises(ConfigError):
+            EnginePool(nothing)
 
 
-async def test_a_pool_that_is_not_open(engines: Engines) -> None:
-    pool = pool_of(engines)
+async def test_a_pool_that_is_not_open_or_is_held_answers_nobody(engines: Engines) -> None:
+    pool = pool_of(engines, update_wait=0.1)
     assert pool.version == 0
     with fails_with(EngineUnavailable, "not open"):
         await pool.agenerate(request())
     async with pool:
         await pool.agenerate(request())
+        await pool.hold()
+        with fails_with(EngineUnavailable, "weight update"):
+            await pool.agenerate(request())
     with fails_with(EngineUnavailable, "not open"):
         await pool.agenerate(request())
-
-
-async def test_an_engine_that_is_not_there(engines: Engines) -> None:
     await engines[2].die()
     with fails_with(EngineUnavailable, "does not answer"):
         async with pool_of(engines):
             pass
-
-
-@pytest.mark.parametrize(
-    ("engines", "said"), [((), "one engine"), (("http://x",), "decode=tokenizer.decode")]
-)
-def test_what_makes_no_pool(engines: tuple[str, ...], said: str) -> None:
-    with fails_with(ConfigError, said):
-        EnginePool(engines)
 
 
 # -- weight updates ----------------------------------------------------------------------------
@@ -216,23 +200,12 @@ async def test_an_update_that_failed(pool: EnginePool, engines: Engines) -> None
     assert pool.version == 0
 
 
-async def test_a_hold_that_nobody_ends(engines: Engines) -> None:
-    async with pool_of(engines, update_wait=0.1) as pool:
-        await pool.hold()
-        with fails_with(EngineUnavailable, "weight update"):
-            await pool.agenerate(request())
+async def test_a_prompt_in_words_needs_somebody_who_writes_ids(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    def write(asked: ModelRequest) -> ModelRequest:
+        return replace(asked, prompt=None, input_ids=[7, 8]) if asked.prompt else asked
 
-
-async def test_all_engines_are_paused_and_resumed(pool: EnginePool, engines: Engines) -> None:
-    await pool.pause()
-    assert [engine.pauses for engine in engines] == [["abort"]] * 3
-    await pool.resume(2)
-    assert pool.version == 2
-    assert (await call(pool, "r")).output_ids == FORMULA[:10]
-
-
-async def test_a_prompt_in_words_is_refused_by_name(client: SGLangEngine) -> None:
-    """Nobody here knows the model's chat template."""
     ask = ModelRequest(prompt=[{"role": "user", "content": "hi"}])
     async with EnginePool([client]) as pool:
         for engine in (pool, client):
@@ -240,14 +213,6 @@ async def test_a_prompt_in_words_is_refused_by_name(client: SGLangEngine) -> Non
                 await agenerate(engine, ask)
             with fails_with(InvalidRequest, "RemoteSGLangEngine"):
                 await anext(engine.generate(ask, stream=True))
-
-
-async def test_who_writes_prompts_makes_token_ids_of_them(
-    scripted: ScriptedEngine, client: SGLangEngine
-) -> None:
-    def write(asked: ModelRequest) -> ModelRequest:
-        return replace(asked, prompt=None, input_ids=[7, 8]) if asked.prompt else asked
-
     async with EnginePool([client], write=write) as pool:
         response = await pool.agenerate(ModelRequest(prompt="hi", max_tokens=2))
     assert response.input_tokens == scripted.requests[-1]["input_ids"] == [7, 8]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from any_agent.demo.models.tiny import make_tokenizer
 from any_agent.engine.resumed_stop_strings import ResumedStopMatcher
 from any_agent.types import GenerationChunk
 
@@ -83,21 +82,26 @@ def test_what_does_not_cross_the_seam_is_the_engines(
     assert cut(before.encode(), after.encode(), stop, size=size) == (after.encode(), None)
 
 
-def test_a_broken_byte_that_stays_broken_begins_nothing() -> None:
+def test_of_several_the_one_that_crosses_counts() -> None:
+    assert cut(b"the EN", b"D and STOP", "STOP", "END") == (b"D", "END")
+    # A broken byte that stays broken begins nothing.
     assert cut(b"ab\xc3", b"x then", "x") == (b"x then", None)
     assert cut(b"ab\xc3", b"\xa9x then", "x") == (b"\xa9x then", None)
 
 
-def test_of_several_the_one_that_crosses_counts() -> None:
-    assert cut(b"the EN", b"D and STOP", "STOP", "END") == (b"D", "END")
-
-
-def test_nothing_is_decoded_without_stop_strings_or_old_output() -> None:
+def test_nothing_is_decoded_without_need() -> None:
     for before, stops in ((b"text", ()), (b"", ("stop",))):
         decode = Decoder()
         matcher = ResumedStopMatcher(list(before), stops, decode)
         matcher.cut(chunk(b"new text"))
         assert decode.asked == []
+    decode = Decoder()
+    matcher = ResumedStopMatcher(list(b"the EN"), ["END"], decode)
+    assert matcher.cut(chunk(b"D")).matched_stop == "END"
+    asked = len(decode.asked)
+    whole = chunk(b"the END")
+    assert matcher.cut(whole) is whole
+    assert len(decode.asked) == asked, "it is done"
 
 
 @pytest.mark.parametrize(
@@ -113,25 +117,3 @@ def test_decoding_is_bounded(new: bytes) -> None:
     window = 4 * (len(stop) + 1)
     assert len(decode.asked) <= window + 2
     assert max(decode.asked) <= 2 * window + 1
-
-
-def test_nothing_is_decoded_any_more_when_done() -> None:
-    decode = Decoder()
-    matcher = ResumedStopMatcher(list(b"the EN"), ["END"], decode)
-    assert matcher.cut(chunk(b"D")).matched_stop == "END"
-    asked = len(decode.asked)
-    whole = chunk(b"the END")
-    assert matcher.cut(whole) is whole
-    assert len(decode.asked) == asked
-
-
-def test_with_a_tokenizer_whose_tokens_are_bytes_and_words() -> None:
-    tokenizer = make_tokenizer()
-    ids = tokenizer.encode("Say the digit 🙂é", add_special_tokens=False)
-    begins = len(tokenizer.encode("Say the digit", add_special_tokens=False))
-    assert len(ids) > begins + 4, "the characters are cut into bytes"
-    for seam in range(len(ids) - 5, len(ids)):
-        matcher = ResumedStopMatcher(ids[:seam], ["🙂é"], tokenizer.decode)
-        got = matcher.cut(chunk([*ids[seam:], ids[0]]))
-        assert got.output_ids == ids[seam:], seam
-        assert got.matched_stop == "🙂é"

@@ -14,7 +14,6 @@ from any_agent.record import (
     interaction_row,
     propagate_rewards,
     to_json,
-    to_tensors,
 )
 from any_agent.types import Continuation
 from tests.support.errors import fails_with
@@ -74,17 +73,6 @@ def test_tokens_that_a_grammar_decided_are_not_in_the_loss(make: Make) -> None:
     whole = concat_rows(tree, rewards)["b"]
     assert whole["loss_mask"].tolist() == [0, 0, 1, 0, 0, 1, 0, 1]
     assert (whole["logprobs"] != 0).sum() == 6, "all are recorded"
-
-
-def test_tensors_hold_what_the_rows_have(tree: InteractionTree) -> None:
-    import torch
-
-    tensors = to_tensors(interaction_row(tree, "a", 2.0))
-    assert [t.dtype for t in tensors.values()] == [
-        torch.int32, torch.int32, torch.float32, torch.int32, torch.bool, torch.float32,
-    ]  # fmt: skip
-    assert tensors["rewards"].shape == ()
-    assert {t.shape for n, t in tensors.items() if n != "rewards"} == {torch.Size([4])}
 
 
 def test_individual_rows_are_one_of_each_interaction(tree: InteractionTree) -> None:

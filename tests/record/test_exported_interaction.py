@@ -6,7 +6,6 @@ import torch
 
 from any_agent.errors import InvalidTrajectory
 from any_agent.record import (
-    CompletionWithTokenLogpReward,
     InteractionTree,
     InteractionWithTokenLogpReward,
     chat_completion_of,
@@ -27,39 +26,19 @@ def made(style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]
     return InteractionWithTokenLogpReward.of_tree(tree, rewards, style)
 
 
-def test_it_knows_what_was_said() -> None:
-    child = made()["b"]
-    assert child.interaction_id == "b"
+def test_it_is_all_that_is_known_of_a_call() -> None:
+    exported = made()
+    child = exported["b"]
+    assert (child.interaction_id, child.temperature) == ("b", 0.7)
     assert [m["content"] for m in child.messages] == ["to a", "from a", "to b"]
     assert child.output_message_list == [{"role": "assistant", "content": "from b"}]
-    assert child.temperature == 0.7
-
-
-def test_its_response_is_the_engines() -> None:
-    response = made()["b"].model_response
-    assert response is not None
-    assert response.input_tokens == [1, 2, 3, 4, 5]
-    assert response.output_tokens == [6]
-    assert response.output_logprobs == [-0.5]
-    assert response.output_versions == [3]
-    assert response.stop_reason == "length"
-    assert made()["a"].model_response.stop_reason == "stop"  # type: ignore[union-attr]
-
-
-def test_its_parent_is_the_turn_that_it_goes_on_from() -> None:
-    child = made()["b"]
+    assert child.model_response == ModelResponse([1, 2, 3, 4, 5], [6], [-0.5], [3], "length")
     parent = child.parent
     assert parent is not None and parent is child.parent
     assert (parent.interaction_id, parent.reward, child.reward) == ("a", 0.5, 1.0)
     assert parent.parent is None
     assert parent.row["input_ids"].tolist() == [1, 2, 3, 4]
-    (leaf,) = made("concat").values()
-    assert leaf.parent is not None
-    assert leaf.parent.interaction_id == "a"
-
-
-def test_its_tensors_have_the_batchs_shapes_and_types() -> None:
-    tensors = made()["b"].to_tensor_dict()
+    tensors = child.to_tensor_dict()
     assert {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()} == {
         "input_ids": (torch.int32, (6,)),
         "loss_mask": (torch.int32, (6,)),
@@ -70,6 +49,23 @@ def test_its_tensors_have_the_batchs_shapes_and_types() -> None:
     }
     assert tensors["rewards"].item() == 1.0
     assert tensors["loss_mask"].tolist() == [0, 0, 0, 0, 0, 1]
+    completion = child.completion
+    assert completion is not None and completion.usage is not None
+    (choice,) = completion.choices
+    assert (completion.id, choice.message.content, choice.finish_reason) == (
+        "b",
+        "from b",
+        "length",
+    )
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (5, 1)
+    (leaf,) = made("concat").values()
+    assert leaf.parent is not None and leaf.parent.interaction_id == "a"
+    # The record is not changed through it.
+    tree = InteractionTree.from_interactions([interaction("a", [1], [2])])
+    out = InteractionWithTokenLogpReward.of_tree(tree, {"a": 1.0}, "individual")["a"]
+    assert out.interaction is not None
+    out.interaction.reward = 5.0
+    assert tree["a"].reward is None
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -118,16 +114,6 @@ def test_what_came_beside_the_tensors_is_known() -> None:
         )
 
 
-def test_its_completion_is_what_openais_client_gives() -> None:
-    completion = made()["b"].completion
-    assert completion is not None
-    assert (completion.id, completion.object) == ("b", "chat.completion")
-    (choice,) = completion.choices
-    assert (choice.message.content, choice.finish_reason) == ("from b", "length")
-    assert completion.usage is not None
-    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (5, 1)
-
-
 def test_a_completion_is_cut_off_or_not_kept() -> None:
     cut = interaction("a", [1], [2])
     cut.finish_reason = "abort"
@@ -171,33 +157,11 @@ def test_it_can_be_made_by_hand() -> None:
 def test_what_has_no_tokens_has_no_tensors() -> None:
     empty = InteractionWithTokenLogpReward(reward=1.0)
     assert not empty.has_tensor_data
-    with fails_with(InvalidTrajectory, "model_response"):
-        empty.to_tensor_dict()
     short = InteractionWithTokenLogpReward(ModelResponse([1], [2, 3], [-0.5], [0, 0], "stop"))
-    with fails_with(InvalidTrajectory, "version"):
-        short.to_tensor_dict()
-
-
-def test_a_completion_has_its_own_tokens_and_reward() -> None:
-    by_hand = CompletionWithTokenLogpReward(id="x", text="hi", token_ids=[1], logprobs=[-0.5])
-    assert by_hand.reward is None
-    recorded = interaction("b", [5], [6], reward=1.0)
-    one = CompletionWithTokenLogpReward.of(recorded, [{"role": "user", "content": "?"}])
-    assert (one.id, one.text, one.token_ids, one.logprobs) == ("b", "from b", [6], [-0.5])
-    assert (one.reward, one.versions) == (1.0, [3])
-    assert one.messages == [{"role": "user", "content": "?"}]
-
-
-def test_a_field_that_is_not_there_is_named() -> None:
+    for one in (empty, short):
+        with pytest.raises(InvalidTrajectory):
+            one.to_tensor_dict()
     tensors = made()["b"].to_tensor_dict()
     del tensors["versions"]
     with fails_with(InvalidTrajectory, param="versions"):
         InteractionWithTokenLogpReward.from_tensors("b", tensors)
-
-
-def test_the_record_is_not_changed_through_it() -> None:
-    tree = InteractionTree.from_interactions([interaction("a", [1], [2])])
-    out = InteractionWithTokenLogpReward.of_tree(tree, {"a": 1.0}, "individual")["a"]
-    assert out.interaction is not None
-    out.interaction.reward = 5.0
-    assert tree["a"].reward is None

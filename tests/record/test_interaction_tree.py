@@ -57,14 +57,6 @@ def test_prompts_are_those_given_at_creation(
     ]
 
 
-def test_a_thousand_turns_are_one_path(make: Make) -> None:
-    tree = InteractionTree()
-    for n in range(1500):
-        tree.add(make(str(n), str(n - 1) if n else None), str(n).encode())
-    assert len(tree.prompt_ids("1499")) == 1500 * 5 - 2
-    assert len(tree.messages("1499")) == 1500 * 2 - 1
-
-
 def test_interactions_are_found_by_what_was_said(make: Make) -> None:
     said, head, other = b"m" * 16, b"h" * 16, b"o" * 16
     tree = InteractionTree()

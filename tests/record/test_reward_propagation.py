@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -61,43 +60,6 @@ def test_roots_with_other_tools_are_no_choices(make: Make) -> None:
     assert propagate_rewards(nodes, final_reward=1.0) == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
 
 
-def test_choices_of_which_none_was_continued_all_count(make: Make) -> None:
-    nodes = [make("p"), make("c.0", "p", asked="q", reward=1.0), make("c.1", "p", asked="q")]
-    assert discarded(nodes) == set()
-    r = propagate_rewards(nodes)
-    assert r == {"p": 0.5, "c.0": 1.0, "c.1": 0.0}
-
-
-def test_requests_that_differ_are_not_compared_whole(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An event loop would stand still over the requests of a session with thousands."""
-    nodes = [make(f"r{k}", asked=f"q{k}") for k in range(20)]
-    nodes += [make("next", "r0"), make("a", "next"), make("b", "next"), make("twin", asked="q0")]
-    compared: list[object] = []
-    dumps = json.dumps
-
-    def counted(value: object, **options: bool) -> str:
-        compared.append(value)
-        return dumps(value, **options)
-
-    monkeypatch.setattr("any_agent.record.reward_propagation.json.dumps", counted)
-    assert discarded(nodes) == {"twin"}
-    assert len(compared) == 4, "the messages and tools of the two that may be the same"
-
-
-def test_a_retried_orphan_at_the_root(make: Make) -> None:
-    nodes = [make("lost", asked="q"), make("kept", asked="q"), make("next", "kept")]
-    assert discarded(nodes) == {"lost"}
-    assert session_score(nodes, propagate_rewards(nodes, final_reward=1.0)) == 1.0
-
-
-def test_branches_that_ask_differently_all_count(make: Make) -> None:
-    nodes = [make("p"), make("a", "p"), make("b", "p"), make("c", "b")]
-    assert discarded(nodes) == set()
-    assert propagate_rewards(nodes, final_reward=1.0)["a"] == 1.0
-
-
 def test_without_texts_a_request_is_known_by_its_ids(make: Make) -> None:
     nodes = [
         make("a", prompt=[1], message_delta=[]),
@@ -123,15 +85,6 @@ def test_what_the_agent_never_got(make: Make, lost: dict[str, str]) -> None:
     assert discarded([make("a"), make("b", "a", reward=0.0, **lost)]) == set()
     chain = [make("a"), make("b", "a", **lost), make("c", "b", **lost)]
     assert discarded(chain) == {"b", "c"}
-
-
-def test_a_score_counts_what_can_be_trained(make: Make) -> None:
-    nodes = [make("a", reward=1.0), make("b", "a", untrainable_reason="grammar", reward=1.0)]
-    r = propagate_rewards(nodes)
-    assert r == {"a": 2.0, "b": 1.0}
-    assert session_score(nodes, r) == 2.0
-    assert session_score(nodes[1:], {"b": 1.0}) is None
-    assert session_score([], {}) is None
 
 
 def test_a_long_path_needs_no_recursion(make: Make) -> None:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol.training import Capacity
+from any_agent.protocol.training import Capacity, Unfilled
 from any_agent.rollout.admission import RankView, divide, free_slots, stalled, total
+from any_agent.rollout.lease_executor import describe_waiting
 
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=1)
 
@@ -35,6 +36,52 @@ def view(
 
 def rooms(*views: RankView, turn: int = 0, config: RolloutConfig = CONFIG) -> list[int]:
     return divide(views, config, turn)[0]
+
+
+def test_the_formula() -> None:
+    """min(16 - running, 3 * 8 - (running + buffered)), reserved slots counted as running."""
+    config = RolloutConfig(batch_size=8, max_concurrent=16, eta=2)
+    cases = [
+        (view(), 16),
+        (view(running=5), 11),
+        (view(running=5, reserved=3), 8),
+        (view(running=16), 0),
+        (view(running=20), 0),
+        (view(buffered=8), 16),
+        (view(buffered=20), 4),
+        (view(running=3, buffered=20), 1),
+        (view(buffered=24), 0),
+        (view(buffered=30), 0),
+        (view(running=1, buffered=40), 0),
+        # Waiting opens change nothing.
+        (view(50, running=16), 0),
+        (view(50, buffered=24), 0),
+    ]
+    wrong = [(one.now, free) for one, free in cases if free_slots(one.now, config) != free]
+    assert not wrong
+    one_batch = RolloutConfig(batch_size=8, max_concurrent=64, eta=0)
+    assert free_slots(view(running=3, buffered=4).now, one_batch) == 1
+
+
+def test_a_batch_that_could_never_be_completed() -> None:
+    config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
+    # 3 of 4 buffered, room for 1, and the next group needs 2: nothing would ever move.
+    assert all(stalled(one.now, config) for one in (view(buffered=3), view()))
+    # A batch is complete, or something is under way that may complete it.
+    moving = (view(buffered=4), view(buffered=3, running=1), view(buffered=3, reserved=1))
+    assert not any(stalled(one.now, config) for one in moving)
+
+
+def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
+    def group(name: str, closes_in: float, members: int = 1) -> Unfilled:
+        return Unfilled(group_id=name, size=4, members=members, closes_in=closes_in)
+
+    views = [view(running=2), view()]
+    views[0].now.unfilled = [group("late", 500.4), group("later", 600)]
+    views[1].now.unfilled = [group("g~1", 20, members=3), group("last", 700)]
+    said = describe_waiting(total(views))
+    assert "g~1 has 3 of 4" in said and "up to 20 s" in said
+    assert [said.find(name) > 0 for name in ("late", "later", "last ")] == [True, True, False]
 
 
 def test_without_waiters_all_ranks_get_the_same() -> None:

@@ -10,12 +10,10 @@ import pytest
 from any_agent.config import RolloutConfig
 from any_agent.errors import (
     AnyAgentError,
-    Conflict,
     EngineUnavailable,
     ServiceUnavailable,
     StaleOwner,
     StoreUnavailable,
-    Unauthenticated,
     from_response,
 )
 from any_agent.protocol.training import Rejection
@@ -25,7 +23,8 @@ from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
-from tests.support.lease_executor import Scripted, Service, until
+from tests.support.lease_executor import Scripted, Service
+from tests.support.workflow_executor import until
 
 CONFIG = RolloutConfig(batch_size=4, max_concurrent=8, eta=1)
 
@@ -59,9 +58,15 @@ class Lab:
         self.executor.begin()
 
 
+def judge(episode: Episode) -> str | None:
+    if episode[0].group_id.startswith("odd"):
+        raise ValueError("the reward of interaction 3 is nan")
+    return "dull" if episode[0].group_id.startswith("dull") else None
+
+
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    lab = Lab(reject=lambda e: "dull" if e[0].group_id.startswith("dull") else None)
+    lab = Lab(reject=judge)
     yield lab
     lab.executor.stop()
     assert lab.service.closed
@@ -71,7 +76,7 @@ def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
     lab.script.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b", "c"]
-    until(lambda: len(lab.executor._buffer) == 1 and lab.executor.capacity is not None)
+    until(lambda: "d-0" in lab.service.held[-1] and lab.executor.capacity is not None)
     with fails_with(TimeoutError, "2 of 4", "no agent"):
         lab.executor.prepare_batch(timeout=0.01)
     lab.script.give(episode("e"))
@@ -89,40 +94,30 @@ def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
     until(lambda: lab.service.held[-1] == [])
 
 
-def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
-    lab.script.give(episode("dull1"), None, episode("a"), episode("dull2"), episode("b"))
+def test_dull_episodes_and_those_that_cannot_be_judged_are_left_out(lab: Lab) -> None:
+    """One agent's data must not end the training of all; there are more of them than polls."""
+    odd = [episode(f"odd{k}") for k in range(10)]
+    lab.script.give(episode("dull"), None, *odd, episode("a"), episode("b"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b"]
-    until(lambda: len(lab.service.acks) == 2)
-    assert [rejected for _, rejected in lab.service.acks] == [
-        ["dull1-0", "dull1-1"],
-        ["dull2-0", "dull2-1"],
-    ]
-    assert lab.executor.rejected == {"dull": 4}
+    until(lambda: len(lab.service.acks) == 11)
+    assert lab.executor.rejected == {"dull": 2, "unusable": 20}
+    assert sorted(id for _, rejected in lab.service.acks for id in rejected) == sorted(
+        f"{name}-{i}" for name in ("dull", *(f"odd{k}" for k in range(10))) for i in range(2)
+    )
 
 
-def test_a_service_that_is_away_for_a_moment(lab: Lab) -> None:
-    lab.service.failures = {"capacity": [ServiceUnavailable("away")] * 2}
-    lab.script.give(EngineUnavailable("away"), episode("a"), episode("b"))
+def test_a_service_that_is_away_for_a_moment_is_asked_again(lab: Lab) -> None:
+    lab.service.failures = {
+        "capacity": [ServiceUnavailable("away")] * 2,
+        "ack": [StoreUnavailable("full")] * 2,
+    }
+    lab.script.give(EngineUnavailable("away"), episode("dull"), episode("a"), episode("b"))
     assert len(lab.executor.prepare_batch(timeout=60)) == 2
-
-
-def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
-    lab.service.failures = {"ack": [StoreUnavailable("full")] * 2}
-    lab.script.give(episode("dull"), episode("a"), episode("b"))
-    lab.executor.prepare_batch(timeout=60)
     until(lambda: lab.service.acks == [([], ["dull-0", "dull-1"])])
     lab.service.failures = {"ack": [StoreUnavailable("full")]}
     lab.executor.ack(["a-0", "a-1"], [])
     assert lab.service.acks[-1] == (["a-0", "a-1"], [])
-
-
-def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
-    lab.script.give(episode("a"), episode("b"))
-    lab.executor.prepare_batch(timeout=60)
-    lab.service.failures = {"ack": [Conflict("lease lost")]}
-    lab.executor.ack(["a-0"], [])
-    until(lambda: "a-0" not in lab.service.held[-1])
 
 
 def test_with_one_lease_lost_the_others_are_acknowledged(lab: Lab) -> None:
@@ -135,46 +130,17 @@ def test_with_one_lease_lost_the_others_are_acknowledged(lab: Lab) -> None:
     until(lambda: lab.service.held[-1] == [])
 
 
-def test_an_episode_that_cannot_be_judged_is_left_out_and_the_polls_go_on() -> None:
-    """One agent's data must not end the training of all."""
-
-    def judge(episode: Episode) -> str | None:
-        if episode[0].group_id.startswith("odd"):
-            raise ValueError("the reward of interaction 3 is nan")
-        return None
-
-    lab = Lab(reject=judge)
-    # More of them than there are polls.
-    lab.script.give(*(episode(f"odd{k}") for k in range(10)), episode("a"), episode("b"))
-    batch = lab.executor.prepare_batch(timeout=60)
-    assert [e[0].group_id for e in batch] == ["a", "b"]
-    until(lambda: len(lab.service.acks) == 10)
-    assert lab.executor.rejected == {"unusable": 20}
-    assert sorted(id for _, rejected in lab.service.acks for id in rejected) == sorted(
-        f"odd{k}-{i}" for k in range(10) for i in range(2)
-    )
-    lab.executor.stop()
-
-
-def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
-    lab = Lab()
-    lab.script.give(Unauthenticated("wrong key"))
-    with pytest.raises(Unauthenticated):
-        lab.executor.prepare_batch(timeout=60)
-    lab.executor.stop()
-
-
 def test_an_internal_error_of_one_poll_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_POLL_RETRY_DELAY", 0.0)
+    monkeypatch.setattr(module, "POLL_RETRY_DELAY", 0.0)
     # Each poll counts its own errors, and two could share these unevenly.
-    monkeypatch.setattr(module, "_POLLS_PER_RANK", 1)
+    monkeypatch.setattr(module, "POLLS_PER_RANK", 1)
     lab = Lab()
     odd = from_response(500, b"odd", None)
     for name in ("a", "b"):
         # A good answer in between begins the count anew.
-        lab.script.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
+        lab.script.give(*[odd] * module.MAX_FAILED_POLLS, episode(name))
     assert len(lab.executor.prepare_batch(timeout=60)) == 2
-    lab.script.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
+    lab.script.give(*[odd] * (2 * module.MAX_FAILED_POLLS + 2))
     with fails_with(AnyAgentError, "odd"):
         lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
@@ -194,18 +160,11 @@ def test_a_poll_that_ended_is_not_taken_for_a_wait_that_ended(
     lab.executor.stop()
 
 
-def test_stopping_ends_polls_at_once() -> None:
-    lab = Lab()
-    assert lab.script.started.wait(60)
-    lab.executor.stop()
-    assert not lab.executor._thread.started
-
-
 @pytest.mark.parametrize("where", ["capacity", "ack"])
 def test_a_trainer_that_another_took_over_from_ends(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(module, "_ACK_TIMEOUT", 0.0)
+    monkeypatch.setattr(module, "ACK_TIMEOUT", 0.0)
     lab = Lab()
     lab.service.failures[where] = [StaleOwner("start 2 took over") for _ in range(9)]
     lab.executor.ack(["a-0"], [], step=1)

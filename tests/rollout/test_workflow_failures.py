@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -15,19 +14,16 @@ import pytest
 import torch
 
 from any_agent.errors import (
-    AgentFailed,
     EngineUnavailable,
     InvalidRequest,
     RolloutError,
     ServiceUnavailable,
     TrainingError,
 )
-from any_agent.rollout.failure_budget import FailureBudget, is_transient
+from any_agent.rollout.failure_budget import is_transient
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import Doing, executor, items, numbers
-
-# -- one of many -------------------------------------------------------------------------------
 
 
 async def forever(data: dict[str, Any]) -> None:
@@ -80,33 +76,6 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
     assert [group[0].group_id for group in batch] == ["data-0", "data-2", "data-3", "data-4"]
 
 
-def test_a_workflow_that_cancels_itself_is_named() -> None:
-    workflow = Doing(cancels_itself)
-    with (
-        executor(max_failures=1, max_concurrent=1) as e,
-        fails_with(TrainingError, "Doing", "cancelled"),
-    ):
-        e.rollout_batch(items(1), workflow)
-
-
-def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
-    calls: list[int] = []
-
-    async def second_fails(data: dict[str, Any]) -> None:
-        calls.append(len(calls))
-        mine = calls[-1]
-        await asyncio.sleep(0.01 * (5 - mine))
-        if mine == 1:
-            raise ValueError("the second")
-
-    with executor() as e:
-        e.submit({"n": 7}, Doing(second_fails), group_size=4)
-        (result,) = e.wait(1, timeout=60)
-    assert result is not None
-    assert numbers(result) == [7, 7, 7]
-    assert e.rejected == {"failed": 1}
-
-
 def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
     workflow = Doing(lambda _: ValueError("it is broken"))
     with executor(max_failures=2, max_concurrent=1) as e:
@@ -117,53 +86,6 @@ def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
             e.rollout_batch(items(2), Doing())
         with fails_with(TrainingError, *earlier):
             e.prepare_batch(items(2), Doing())
-
-
-def test_batches_that_cannot_become_one() -> None:
-    """Each is right by itself; the group is not."""
-    more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
-    workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
-    with (
-        executor() as e,
-        fails_with(RolloutError, "6 unusable", "mine"),
-    ):
-        e.rollout_batch(items(3), workflow, group_size=2)
-    assert e.rejected == {"unusable": 6}
-
-
-def test_where_it_failed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(data: dict[str, Any]) -> None:
-        raise KeyError("answer")
-
-    with (
-        executor(max_failures=1000) as e,
-        caplog.at_level(logging.INFO),
-        fails_with(RolloutError, "30 items", "30 failed", "KeyError: 'answer'"),
-    ):
-        e.rollout_batch(items(30), Doing(broken))
-    told, trace = (one for one in caplog.records if "task 0, run 0 failed" in one.getMessage())
-    line = broken.__code__.co_firstlineno + 1
-    assert told.levelno == logging.WARNING and "\n" not in told.getMessage()
-    assert told.getMessage().endswith(f"KeyError: 'answer' ({__file__}:{line} in broken)")
-    # A console need not show the way through this project's code.
-    assert trace.levelno == logging.INFO and "Traceback" in trace.getMessage()
-
-
-def test_what_an_agent_did_wrong_is_told_without_our_frames(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    error = AgentFailed("mine.Agent.run returned None", code="no_reward")
-    error.add_note("a hint")
-    FailureBudget(2).log(error, "task 0")
-    (told,) = caplog.records
-    assert told.getMessage().endswith("only counted: mine.Agent.run returned None; a hint")
-    caplog.clear()
-    trace = 'Traceback:\n  File "/home/me/mine.py", line 7, in run\nKeyError: 7'
-    FailureBudget(2).log(AgentFailed(f"it raised KeyError: 7\n{trace}"), "task 0")
-    assert caplog.messages[0].endswith("it raised KeyError: 7 (/home/me/mine.py:7 in run)")
-
-
-# -- all of them -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["wait", "rollout_batch", "prepare_batch", "sessions_batch"])
@@ -188,17 +110,6 @@ def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
     assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
 
 
-def test_functions_that_always_fail_end_the_run_too() -> None:
-    def broken(_: Any) -> bool:
-        raise AttributeError("no such field")
-
-    with (
-        executor(max_failures=8) as e,
-        fails_with(TrainingError, "AttributeError: no such field"),
-    ):
-        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=60)
-
-
 def test_a_success_now_and_then_is_enough() -> None:
     workflow = Doing(lambda data: None if data["n"] % 8 == 0 else ValueError("often"))
     with executor(max_failures=8, max_concurrent=1) as e:
@@ -206,7 +117,7 @@ def test_a_success_now_and_then_is_enough() -> None:
     assert e.rejected == {"failed": 70}
 
 
-def test_a_workflow_that_rejects_all_ends_like_one_that_always_fails() -> None:
+def test_a_batch_that_nothing_comes_into_ends() -> None:
     """Otherwise the items of a dataset would be run for ever, in silence."""
     rejects = Doing(lambda _: "reject")
     with (
@@ -215,24 +126,7 @@ def test_a_workflow_that_rejects_all_ends_like_one_that_always_fails() -> None:
     ):
         e.prepare_batch(items(50), rejects, timeout=60)
     assert 8 <= e.rejected["returned_none"] < 50
-
-
-def test_a_workflow_may_reject_some() -> None:
-    rejects = Doing(lambda data: None if data["n"] % 4 == 0 else "reject")
-    with executor(max_failures=4, max_concurrent=1) as e:
-        assert len(e.rollout_batch(items(20), rejects)) == 5
-    assert e.rejected == {"returned_none": 15}
-
-
-def test_a_batch_of_rejected_items_says_so() -> None:
-    rejects = Doing(lambda _: "reject")
-    with executor() as e, fails_with(RolloutError, "20 returned_none"):
-        e.rollout_batch(items(20), rejects)
-    assert e.rejected == {"returned_none": 20}
-
-
-def test_a_batch_that_nothing_comes_into_ends() -> None:
-    """One that is kept now and then is waited for."""
+    # One that is kept now and then is waited for.
     now_and_then = Doing(lambda data: None if data["n"] == 2 else "reject")
     with executor(max_dull_groups=3, batch_size=2) as e:
         assert len(e.prepare_batch(items(3), now_and_then, timeout=60)) == 2
@@ -241,6 +135,17 @@ def test_a_batch_that_nothing_comes_into_ends() -> None:
         fails_with(RolloutError, "last 3 items", "1 not_accepted"),
     ):
         e.prepare_batch(items(2), Doing(), should_accept_fn=lambda _: False, timeout=60)
+
+    def broken(_: Any) -> bool:
+        raise AttributeError("no such field")
+
+    with executor(max_failures=8) as e, fails_with(TrainingError, "no such field"):
+        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=60)
+    # Each is right by itself; the group is not.
+    more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
+    workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
+    with executor() as e, fails_with(RolloutError, "6 unusable"):
+        e.rollout_batch(items(3), workflow, group_size=2)
 
 
 def test_evaluations_that_fail_end_nothing() -> None:
@@ -285,24 +190,6 @@ def test_a_service_that_is_away_is_tried_gently() -> None:
     for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.8), strict=False):
         assert pause >= 0.95 * least
     assert len(begun) == 10
-
-
-# -- the count ---------------------------------------------------------------------------------
-
-
-def test_the_count_of_failures_in_a_row() -> None:
-    failures = FailureBudget(3)
-    under_way = [failures.begin() for _ in range(10)]
-    for number in under_way:
-        assert failures.failed(number, ValueError("x"), "it") is None
-    assert failures.in_a_row == 1
-    assert failures.failed(failures.begin(), ValueError("x"), "it") is None
-    failures.succeeded()
-    for _ in range(2):
-        assert failures.failed(failures.begin(), ValueError("x"), "it") is None
-    end = failures.failed(failures.begin(), ValueError("the\nlast"), "task 7, run 0")
-    assert end is not None
-    assert "task 7, run 0: ValueError: the last" in str(end)
 
 
 class APIConnectionError(Exception):

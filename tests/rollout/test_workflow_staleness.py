@@ -229,20 +229,6 @@ def test_groups_that_do_not_fill_a_batch(
     asyncio.run(play(bench, actions, whole=False, overshoot=size["group_size"] - 1))
 
 
-def test_a_group_that_is_larger_than_what_may_run_at_once() -> None:
-    async def run() -> None:
-        bench = bench_of({"eta": 0, "group_size": 4, "max_concurrent": 3}, 4)
-        bench.scheduler.open_stream(bench.stream)
-        await bench.settle_down()
-        assert len(bench.running) == 3
-        await bench.end(0, "ok", whole=False)
-        assert len(bench.running) == 3
-        await bench.finish()
-        await bench.scheduler.stop()
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("eta", [0, 2])
 def test_so_much_runs_ahead_and_no_more(eta: int) -> None:
     """A trainer that never comes back for more."""

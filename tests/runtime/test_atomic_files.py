@@ -41,16 +41,13 @@ def target(tmp_path: Path) -> Path:
     return target
 
 
-def test_a_replaced_file_leaves_no_other_behind(target: Path) -> None:
-    write(target, "new", replace=True)
-    assert read(target) == "new"
-    assert list(target.parent.iterdir()) == [target]
-
-
 def test_what_exists_is_not_replaced_unasked(target: Path) -> None:
     with pytest.raises(FileExistsError):
         write(target, "new")
     assert read(target) == "old"
+    assert list(target.parent.iterdir()) == [target]
+    write(target, "new", replace=True)
+    assert read(target) == "new"
     assert list(target.parent.iterdir()) == [target]
 
 

@@ -158,7 +158,7 @@ async def test_a_head_has_an_end(monkeypatch: pytest.MonkeyPatch, sent: bytes) -
 async def test_a_body_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _running(8, monkeypatch) as port:
         for part_timeout, says in ((60.0, "this server's time limit (0.2 s)"), (0.1, "no part")):
-            monkeypatch.setattr(bounded_server, "_PART_TIMEOUT", part_timeout)
+            monkeypatch.setattr(bounded_server, "PART_TIMEOUT", part_timeout)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(POST)
             status, told = await _answer(reader)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from any_agent.runtime import command_line
 from trainer import any_agent_grpo
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,13 +55,14 @@ def test_a_misspelled_setting_is_one_line() -> None:
 def test_an_error_of_ours_has_its_exit_code(kind: str, code: int) -> None:
     script = f"{READS}\nfrom any_agent.errors import {kind}\nraise {kind}('it is so')"
     assert run(script) == (code, "error: it is so\n")
+    seen, said = run(script, "log_level=debug")
+    assert seen == 1 and "Traceback" in said, "the trace is kept for debugging"
 
 
-def test_the_trace_is_kept_for_debugging() -> None:
-    script = f"{READS}\nfrom any_agent.errors import TrainingError\nraise TrainingError('so')"
-    code, said = run(script, "log_level=debug")
+def test_other_errors_keep_their_trace() -> None:
+    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
     assert code == 1
-    assert "Traceback" in said and said.endswith("TrainingError: so\n")
+    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
 
 
 @pytest.mark.parametrize(
@@ -113,12 +112,6 @@ def test_what_a_command_does_not_know_is_one_line_about_that_command(
     assert meant in said
 
 
-def test_other_errors_keep_their_trace() -> None:
-    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
-    assert code == 1
-    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
-
-
 SESSION = """
 import asyncio, atexit, sys
 from any_agent import AgentSession
@@ -146,7 +139,9 @@ def test_an_error_of_the_sdk_is_two_lines_with_the_place_in_the_script(
     assert place == f"  at {script}:6 in attempt"
 
 
-def test_a_script_may_catch_an_error_of_the_sdk_and_keeps_the_trace_of_its_own() -> None:
+def test_a_script_keeps_its_own_hook_and_the_trace_of_its_own_errors() -> None:
+    hook = "import sys\nsys.excepthook = lambda *_: print('mine', file=sys.stderr)"
+    assert run(f"{hook}\n{READS}", "train.stepz=3") == (1, "mine\n")
     catches = """
 from any_agent.errors import ServiceUnavailable
 try:
@@ -156,52 +151,6 @@ except ServiceUnavailable:
 """
     code, said = run(SESSION + catches)
     assert code == 1 and "Traceback" in said and said.endswith("ZeroDivisionError: mine\n")
-
-
-def test_a_hook_of_somebody_else_stays() -> None:
-    script = f"""
-import sys
-sys.excepthook = lambda *_: print("mine", file=sys.stderr)
-{READS}
-"""
-    assert run(script, "train.stepz=3") == (1, "mine\n")
-
-
-def test_whoever_types_keeps_his_session() -> None:
-    """With ``python -i`` the interpreter goes on after an error, and shows it whole."""
-    done = subprocess.run(
-        [sys.executable, "-i", "-c", READS, "train.stepz=3"],
-        input="print('still here')\n",
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-        timeout=60,
-    )
-    assert "still here" in done.stdout
-    assert "Traceback" in done.stderr
-
-
-def test_a_slow_block_tells_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "SLOW", 0.05)
-    told: list[str] = []
-    with command_line.told_if_slow(told.append, "waiting   for it"):
-        pass
-    time.sleep(0.1)
-    assert told == []
-    with command_line.told_if_slow(told.append, "waiting   for it"):
-        deadline = time.monotonic() + 10
-        while not told and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert told == ["waiting   for it"]
-
-
-def test_columns_lie_below_each_other() -> None:
-    assert command_line.columns([("A", "B"), ("long", ""), ("x", "y")]) == [
-        "A     B",
-        "long",
-        "x     y",
-    ]
 
 
 READER = "import sys; from any_agent.runtime.command_line import guarded; sys.exit(guarded(main))"

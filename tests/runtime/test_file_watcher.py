@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.file_watcher import WatchedFile
-from tests.support.errors import fails_with
 
 
 @pytest.fixture(autouse=True)
@@ -48,65 +46,38 @@ def test_a_change_that_leaves_its_attributes_is_seen(tmp_path: Path) -> None:
     assert watched.get() == 2
 
 
-def test_it_is_looked_at_no_more_often_than_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_looked_at_no_more_often_than_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("1")
     watched = WatchedFile(path, number, 0, every=3600.0)
-    looks = []
-    monkeypatch.setattr(watched, "_refresh", lambda: looks.append(1))
-    for _ in range(100):
-        watched.get()
-    assert not looks
-    watched.get(within=0.0)
-    assert looks
-
-
-@pytest.mark.parametrize("broken", ["x", None])
-def test_what_is_broken_or_gone_goes_on_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
-) -> None:
-    path = tmp_path / "n"
-    path.write_text("1")
-    watched = WatchedFile(path, number, 0, every=0.0)
-    if broken is None:
-        path.unlink()
-    else:
-        path.write_text(broken)
-    with caplog.at_level(logging.ERROR):
-        assert [watched.get() for _ in range(3)] == [1, 1, 1]
-    assert len(caplog.records) == 1, "said once"
-    path.write_text("22")
-    assert watched.get() == 22
-
-
-def test_a_file_that_others_may_read_is_not_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "n"
-    path.write_text("1")
-    watched = WatchedFile(path, number, 0, every=0.0)
     path.write_text("2")
-    path.chmod(0o644)
-    assert [watched.get() for _ in range(3)] == [1, 1, 1]
-    assert len(caplog.records) == 1, "said once"
-    path.chmod(0o600)
-    assert watched.get() == 2
+    assert watched.get() == 1
+    assert watched.get(within=0.0) == 2
 
 
-def test_what_could_not_be_read_is_read_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def _too_many_files(*_: object, **__: object) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("how", ["broken", "gone", "others may read it", "no descriptor is left"])
+def test_what_is_broken_or_gone_goes_on_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """As when a process has no file descriptor left at the moment of a revocation."""
     path = tmp_path / "n"
     path.write_text("1")
     watched = WatchedFile(path, number, 0, every=0.0)
-    path.write_text("22")
+    path.write_text("x" if how == "broken" else "2")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", _too_many_files)
+        if how == "gone":
+            path.unlink()
+        elif how == "others may read it":
+            path.chmod(0o644)
+        elif how == "no descriptor is left":
+            patch.setattr(os, "open", _too_many_files)
         assert [watched.get() for _ in range(3)] == [1, 1, 1]
     assert len(caplog.records) == 1, "said once"
+    path.unlink(missing_ok=True)
+    path.write_text("22")
     assert watched.get() == 22
 
 
@@ -123,19 +94,10 @@ def test_a_change_is_seen_where_what_is_told_of_files_is_old(
     assert watched.get() == 22
 
 
-def test_one_that_cannot_be_opened_at_the_start_is_not_missing(tmp_path: Path) -> None:
-    path = tmp_path / "n"
-    path.mkdir()
-    with pytest.raises(ConfigError):
-        WatchedFile(path, number, 0)
-
-
-def _too_many_files(*_: object, **__: object) -> int:
-    raise OSError(errno.EMFILE, "Too many open files")
-
-
-def test_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
+def test_what_is_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("x")
-    with fails_with(ValueError, "invalid literal"):
+    with pytest.raises(ValueError):
         WatchedFile(path, number, 0)
+    with pytest.raises(ConfigError):
+        WatchedFile(tmp_path, number, 0)

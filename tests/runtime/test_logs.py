@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import logging
+import signal
 import sys
 import threading
 import warnings
@@ -90,11 +90,9 @@ def test_given_secrets_are_cut_in_every_form(
     assert text.count("***") >= 8
 
 
-@pytest.mark.parametrize(
-    ("part", "begin"), [("proxy_ext", "_start"), ("router", "_serve"), ("trainer", "main")]
-)
+@pytest.mark.parametrize("part", ["proxy_ext", "router", "trainer"])
 def test_each_part_names_the_runs_secrets_to_its_log(
-    monkeypatch: pytest.MonkeyPatch, part: str, begin: str
+    monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     class Enough(Exception):
         pass
@@ -108,10 +106,13 @@ def test_each_part_names_the_runs_secrets_to_its_log(
     config = load_config(environ={"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN})
     monkeypatch.setattr(module, "load_resolved", lambda _: config)
     monkeypatch.setattr(module, "set_up_logging", told)
-    monkeypatch.setattr(sys, "argv", [part, "--config", "run.yaml"])
-    arguments = () if begin == "main" else (argparse.Namespace(config="run.yaml", rank=0),)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    more = ["--port", "0"] if part != "trainer" else []
+    more += ["--engine-url", "http://x"] if part == "proxy_ext" else []
+    arguments = [part, "--config", "run.yaml", "--host", "127.0.0.1", *more]
+    monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(Enough):
-        getattr(module, begin)(*arguments)
+        module.main()
     assert ADMIN in cut
 
 
@@ -161,12 +162,6 @@ def test_extras_of_any_kind_become_json(capsys: pytest.CaptureFixture[str]) -> N
     (line,) = written(capsys)
     assert (line["number"], line["nan"], line["none"], line["set"]) == (1.5, "nan", None, [1])
     assert "circle" in line
-
-
-def test_text_lines_show_extras(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up_logging("info")
-    logging.getLogger("anything").info("opened", extra={"session": "ses-0-1"})
-    assert capsys.readouterr().err.endswith("INFO anything: opened session=ses-0-1\n")
 
 
 def test_uncaught_errors_and_warnings_are_log_lines(

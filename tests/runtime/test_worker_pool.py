@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
-from pebble.pool.base_pool import PoolStatus
+from pebble import ProcessPool
 
 from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import ConfigError
 from any_agent.runtime import worker_main as worker_process
 from any_agent.runtime.worker_pool import (
     WorkerCrashed,
-    WorkerFailed,
     WorkerPool,
     describe_starting,
     pack,
     unpicklable,
 )
 from tests.support import reward_functions as functions
-from tests.support.errors import fails_with
 from tests.support.proxy import until
 
 
@@ -94,29 +90,6 @@ def test_what_a_coroutine_leaves_is_gone_before_the_next_call(fails: bool) -> No
     assert Unclosed.gone_in == [False]
 
 
-def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
-    """Its workers would run it anew, and fail."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import asyncio, multiprocessing, sys\n"
-        "from any_agent.runtime.worker_pool import WorkerFailed, WorkerPool\n"
-        "if multiprocessing.parent_process(): sys.exit('this run is going on already')\n"
-        "try: asyncio.run(WorkerPool(1).run(len, 'x', timeout=60))\n"
-        "except WorkerFailed as error: print(error)\n"
-    )
-    out = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert 'keep what the script does under if __name__ == "__main__":' in out.stdout
-
-
-async def test_a_result_that_cannot_be_sent() -> None:
-    pool = WorkerPool(1)
-    with fails_with(WorkerFailed, "lambda"):
-        await pool.run(functions.lambdas, timeout=60)
-    await asyncio.to_thread(pool.close)
-
-
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
     assert unpicklable({"a": [1, {"b": lock}]}, "data") == f"data['a'][1]['b'] ({lock!r})"
@@ -158,11 +131,18 @@ async def test_who_waits_learns_that_workers_are_starting() -> None:
     pool.close()
 
 
-async def test_a_pool_that_broke_while_it_was_idle_is_replaced() -> None:
+async def test_a_pool_that_broke_while_it_was_idle_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule, broken = ProcessPool.schedule, [RuntimeError("Unexpected error within the Pool")]
+
+    def breaking(pool: ProcessPool, *given: Any, **named: Any) -> Any:
+        if broken:
+            raise broken.pop()
+        return schedule(pool, *given, **named)
+
+    monkeypatch.setattr(ProcessPool, "schedule", breaking)
     pool = WorkerPool(1)
     assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
-    broken = pool._started()
-    broken._context.status = PoolStatus.ERROR
-    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
-    assert pool._started() is not broken
+    assert not broken
     await asyncio.to_thread(pool.close)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 from any_agent.chat import ChatFormat
@@ -34,10 +31,3 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 def said(chat: ChatFormat, text: str) -> list[int]:
     """An answer's token ids, with their end."""
     return [*chat.encode(text, special=False), chat.stop_token_ids[0]]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)

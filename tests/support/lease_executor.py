@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
-from typing import Any
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict
@@ -89,10 +86,3 @@ class Scripted:
         if isinstance(item, AnyAgentError):
             raise item
         return None if item is None else pack_trajectories(item)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)

@@ -82,7 +82,3 @@ def variable(name: str) -> str | None:
 
 def first_environment() -> bytes:
     return Path("/proc/self/environ").read_bytes()
-
-
-def lambdas() -> Any:
-    return lambda: 1.0

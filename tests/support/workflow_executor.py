@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ class Doing(RolloutWorkflow):
 
     def __init__(self, do: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self._do = do
-        self._lock = threading.Lock()
         self.running = 0
         self.most = 0
         self.seen: list[context.WorkflowContext] = []

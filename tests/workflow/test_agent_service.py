@@ -155,7 +155,7 @@ def test_an_agent_that_cannot_be_sent_is_refused_at_once() -> None:
         OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x", mode="subproc")
 
 
-async def test_one_that_needs_a_process_and_cannot_be_sent_is_told() -> None:
+async def test_one_that_needs_a_process_and_cannot_be_sent_is_told(proxy: Proxy) -> None:
     class Local(MyAgent):
         async def run(self, data: Any, **extra_kwargs: Any) -> float:
             try:
@@ -163,12 +163,10 @@ async def test_one_that_needs_a_process_and_cannot_be_sent_is_told() -> None:
             except ValueError:
                 raise KeyError("an answer") from None
 
-    workflow = OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x")
     with fails_with(ConfigError, "Local.run", "main thread"):
-        await workflow._run_agent("http://x/sk-v1.0.a.b/v1", {})
-    same = OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x", mode="inline")
+        await episode(Local(), proxy, mode="auto")
     with pytest.raises(KeyError):
-        await same._run_agent("http://x/sk-v1.0.a.b/v1", {})
+        await episode(Local(), proxy, mode="inline")
 
     class Sync:
         def run(self, data: Any) -> float:

@@ -55,10 +55,3 @@ async def test_an_episode_written_anew(proxy: Proxy) -> None:
     item = {"messages": HELLO, "hints": ["it is small"]}
     result = await names["Shaped"].of(MyAgent(), service).arun_episode(None, item)
     assert [interaction.reward for interaction in result.values()] == [pytest.approx(0.9)]
-
-
-def test_the_rewards_names_are_right() -> None:
-    from any_agent import AsyncRewardWrapper
-
-    assert "AsyncRewardWrapper(verified, timeout_seconds=15)" in REWARD
-    assert AsyncRewardWrapper(len, timeout_seconds=15).max_retries == 3

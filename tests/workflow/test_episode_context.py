@@ -2,13 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from any_agent import stats_tracker, workflow_context
-
-
-def test_outside_of_an_episode_it_is_nobodys() -> None:
-    context = workflow_context.get()
-    assert (context.task_id, context.is_eval, context.version) == (None, False, -1)
-    assert workflow_context.stat_scope() == "rollout"
+from any_agent import workflow_context
 
 
 async def test_episodes_side_by_side_never_see_each_others() -> None:
@@ -43,19 +37,6 @@ async def test_it_can_be_set_for_the_rest_of_a_task() -> None:
     assert workflow_context.get().task_id is None
 
 
-async def test_figures_go_where_they_belong() -> None:
-    stats_tracker.export_all()
-    for is_eval, reward in ((False, 1.0), (True, 0.25), (False, 0.0)):
-        with workflow_context.use(workflow_context.WorkflowContext(is_eval=is_eval)):
-            stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
-    assert stats_tracker.export_all() == {
-        "rollout/reward": 0.5,
-        "rollout/reward__count": 2,
-        "eval-rollout/reward": 0.25,
-        "eval-rollout/reward__count": 1,
-    }
-
-
 async def test_http_clients_are_shared_until_they_are_closed() -> None:
     client = await workflow_context.get_httpx_client()
     session = await workflow_context.get_aiohttp_session()
@@ -67,15 +48,6 @@ async def test_http_clients_are_shared_until_they_are_closed() -> None:
     assert await workflow_context.get_aiohttp_session() is not session
     await workflow_context.close_clients()
     await workflow_context.close_clients()
-
-
-def test_each_event_loop_has_its_own() -> None:
-    async def ask() -> object:
-        client = await workflow_context.get_httpx_client()
-        await workflow_context.close_clients()
-        return client
-
-    assert asyncio.run(ask()) is not asyncio.run(ask())
 
 
 async def test_a_client_that_was_closed_by_mistake_is_replaced() -> None:

@@ -53,27 +53,18 @@ def exported(id: str) -> dict[str, InteractionWithTokenLogpReward]:
     return InteractionWithTokenLogpReward.of_tree(tree, {id: 1.0}, "individual")
 
 
-async def test_runs_are_side_by_side_and_tensors_concatenated() -> None:
+async def test_results_of_runs_side_by_side_are_joined() -> None:
     merged = await run(lambda k: tensors(list(range(1, 4 + k)), reward=float(k)))
     assert merged["input_ids"].shape == (4, 6)
     assert sorted(merged["rewards"].tolist()) == [0, 1, 2, 3]
     assert merged["attention_mask"].sum(1).tolist() == [3, 4, 5, 6]
-
-
-async def test_interactions_and_trajectories_are_joined() -> None:
     assert sorted(await run(lambda k: exported(f"i{k}"))) == ["i0", "i1", "i2", "i3"]
     joined = await run(lambda k: [Trajectory(f"s{k}", "g", [])])
     assert [t.session_id for t in joined] == ["s0", "s1", "s2", "s3"]
-
-
-async def test_interactions_of_one_id_are_not_lost_in_silence() -> None:
+    merged = await run(lambda k: tensors([1, 2, 3]) if k else exported("i"))
+    assert merged["input_ids"].shape == (4, 3), "results of two kinds become tensors"
     with fails_with(InvalidTrajectory, "'same'"):
         await run(lambda _: exported("same"))
-
-
-async def test_results_of_two_kinds_become_tensors() -> None:
-    merged = await run(lambda k: tensors([1, 2, 3]) if k else exported("i"))
-    assert merged["input_ids"].shape == (4, 3)
 
 
 async def test_rejected_runs_are_dropped() -> None:
@@ -83,13 +74,14 @@ async def test_rejected_runs_are_dropped() -> None:
 
 
 async def test_a_failed_run_costs_itself_alone() -> None:
-    merged = await run(lambda k: ValueError("broken") if k == 0 else tensors([1, 2, 3]))
+    failure = ValueError("broken")
+    merged = await run(lambda k: failure if k == 0 else tensors([1, 2, 3]))
     assert merged["input_ids"].shape == (3, 3)
-
-
-async def test_a_group_without_any_result_fails_with_its_first_failure() -> None:
     with fails_with(ValueError, "broken 1"):
         await run(lambda k: ValueError(f"broken {k}") if k else None)
+    results = [failure, None, tensors([1, 2, 3])]
+    group = GroupedRolloutWorkflow(Counted(lambda k: results[k], 3), 3)
+    assert await group.arun_members(None, {}) == results  # type: ignore[arg-type]
 
 
 async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
@@ -118,13 +110,6 @@ async def test_cancelling_it_cancels_all_and_leaves_none_behind() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_members_come_one_by_one() -> None:
-    failure = ValueError("broken")
-    results = [failure, None, tensors([1, 2, 3])]
-    group = GroupedRolloutWorkflow(Counted(lambda k: results[k], 3), 3)
-    assert await group.arun_members(None, {}) == results  # type: ignore[arg-type]
-
-
 async def test_each_run_has_its_own_data_and_the_episodes_context() -> None:
     class Changing(RolloutWorkflow):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult | None:
@@ -138,7 +123,7 @@ async def test_each_run_has_its_own_data_and_the_episodes_context() -> None:
         await GroupedRolloutWorkflow(Changing(), 3).arun_episode(None, {})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5])
-def test_a_size_that_is_none_is_refused(size: Any) -> None:
-    with fails_with(ValueError, "group_size"):
-        GroupedRolloutWorkflow(Counted(lambda _: None, 1), size)
+def test_a_size_that_is_none_is_refused() -> None:
+    for size in (0, -1, 1.5):
+        with fails_with(ValueError, "group_size"):
+            GroupedRolloutWorkflow(Counted(lambda _: None, 1), size)  # type: ignore[arg-type]

@@ -153,22 +153,6 @@ def test_it_is_collected_exact_to_the_token(
     assert MESSAGES == [{"role": "user", "content": "What is 2 and 3?"}], "each run has its copy"
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))]
-)
-def test_a_tokenizers_copy_has_its_own_template(
-    tokenizer: Any, copied: Any, tmp_path: Path
-) -> None:
-    before = tokenizer.apply_chat_template(MESSAGES)
-    other = copied(tokenizer)
-    other.chat_template = "another"
-    assert other.apply_chat_template(MESSAGES, tokenize=False) == "another"
-    assert isinstance(other.apply_chat_template(MESSAGES)[0], int)
-    assert tokenizer.apply_chat_template(MESSAGES) == before
-    other.save_pretrained(tmp_path)
-    assert type(AutoTokenizer.from_pretrained(tmp_path)) is type(other).__mro__[1]
-
-
 def test_the_tokenizers_template_gives_ids(tokenizer: Any, tiny_model_dir: Path) -> None:
     """Also after a trip to another process; transformers' own gives a mapping, which will do."""
     own = AutoTokenizer.from_pretrained(tiny_model_dir).apply_chat_template(MESSAGES)

@@ -12,7 +12,6 @@ import aiohttp
 import httpx
 import numpy as np
 import pytest
-import torch
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from any_agent.client.environment import PLACEHOLDER_KEY
@@ -34,6 +33,7 @@ from any_agent.workflow import (
 )
 from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.proxy_client import task_name
+from tests.support.engine.embedded import fresh_logprobs
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -82,10 +82,7 @@ async def test_an_episode_is_what_the_engine_sampled(
         prompt = tree.prompt_ids(interaction.id).tolist()
         ids = row["input_ids"].tolist()
         assert ids == prompt + interaction.output_ids.tolist()
-        with torch.inference_mode():
-            logits = embedded.loaded.model(torch.tensor([ids])).logits[0]
-        fresh = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
-        fresh = fresh.gather(-1, torch.tensor(ids[len(prompt) :])[:, None])[:, 0]
+        fresh = fresh_logprobs(embedded.loaded.model, prompt, ids[len(prompt) :])
         assert np.allclose(row["logprobs"][len(prompt) :], fresh, atol=1e-3)
     assert (await state_of(real_proxy, "7-0-0"))[0] is SessionState.TRAINED
     assert real_proxy.service.sessions.grants.left == 0
@@ -185,6 +182,14 @@ async def test_no_error_of_ours_shows_the_key(proxy: Proxy, patient: bool) -> No
     assert all(key not in text for text in shown)
 
 
+async def test_one_row_for_a_conversation(proxy: Proxy) -> None:
+    result = await episode(MyAgent(turns=3), proxy, export_style="concat")
+    assert result is not None
+    ((row, _),) = rows_of(result)
+    recorded = await proxy.recorded("7-0-0")
+    assert row["loss_mask"].sum() == sum(len(i.output_ids) for i in recorded)
+
+
 class AsDocumented(OpenAIProxyWorkflow):
     """An episode that is written anew, of the parts that are named for that."""
 
@@ -219,14 +224,6 @@ async def test_an_episode_that_a_subclass_writes_anew(
     assert proxy.service.sessions.grants.left == 0
 
 
-async def test_one_row_for_a_conversation(proxy: Proxy) -> None:
-    result = await episode(MyAgent(turns=3), proxy, export_style="concat")
-    assert result is not None
-    ((row, _),) = rows_of(result)
-    recorded = await proxy.recorded("7-0-0")
-    assert row["loss_mask"].sum() == sum(len(i.output_ids) for i in recorded)
-
-
 async def test_the_items_own_task_id_names_its_sessions(proxy: Proxy) -> None:
     await episode(MyAgent(), proxy, {**ITEM, "task_id": "sum-12"})
     # What cannot be part of an id stands for itself all the same, at each run.
@@ -259,29 +256,23 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "code", "said"),
+    ("agent", "code"),
     [
-        (MyAgent(reward=math.nan), "invalid_reward", "nan"),
-        (MyAgent(reward=2e6), "invalid_reward", "2000000.0"),
-        (MyAgent(reward="good"), "invalid_reward", "'good' (str)"),
-        (MyAgent(reward=[1.0]), "invalid_reward", "list"),
-        (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
-        (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
-        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf"),
-        (Elsewhere(), "no_model_call", "base_url"),
+        (MyAgent(reward=math.nan), "invalid_reward"),
+        (MyAgent(reward=2e6), "invalid_reward"),
+        (MyAgent(reward="good"), "invalid_reward"),
+        (MyAgent(reward=[1.0]), "invalid_reward"),
+        (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward"),
+        (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward"),
+        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward"),
+        (Elsewhere(), "no_model_call"),
+        (MyAgent(reward=None), "no_reward"),
+        (MyAgent(reward=lambda _: {}), "no_reward"),
     ],
 )
-async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
-    with fails_with(AgentFailed, said, code=code) as raised:
+async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str) -> None:
+    with fails_with(AgentFailed, f"{type(agent).__name__}", code=code):
         await episode(agent, proxy)
-    assert type(agent).__name__ in raised.value.message
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
-
-
-@pytest.mark.parametrize(("reward", "shown"), [(None, "None"), (lambda _: {}, "{}")])
-async def test_no_reward_at_all(proxy: Proxy, reward: Any, shown: str) -> None:
-    with fails_with(AgentFailed, f"MyAgent.run returned {shown}", code="no_reward"):
-        await episode(MyAgent(reward=reward), proxy)
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
 
 
@@ -320,12 +311,6 @@ async def test_a_url_or_a_key_of_the_environment_stays(
         assert os.environ["OPENAI_BASE_URL"] == url
 
 
-async def test_what_is_raised_after_a_call_has_no_note(proxy: Proxy) -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
-        await episode(MyAgent(reward=lambda _: 1 / 0), proxy)
-    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
-
-
 class Breaks:
     """Fails for a reason of its own, before any call."""
 
@@ -346,7 +331,7 @@ async def test_an_agent_that_holds_the_loop_is_named_once(
     with context.use(WorkflowContext(task_id=7)):
         await workflow.arun_episode(None, ITEM)
         assert "blocked the event loop" not in caplog.text
-        monkeypatch.setattr(openai_proxy, "_MAX_BLOCKED", 0.0)
+        monkeypatch.setattr(openai_proxy, "MAX_BLOCKED", 0.0)
         await workflow.arun_episode(None, ITEM)
     (told,) = [one for one in caplog.messages if "blocked the event loop" in one]
     assert "agents.MyAgent.run" in told and "rollout.agent.mode=subproc" in told
@@ -382,7 +367,7 @@ async def test_a_hanging_agent(proxy: Proxy) -> None:
 async def test_an_agent_that_will_not_end_holds_up_nobody(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_loop, "_CANCEL_TIMEOUT", 0.05)
+    monkeypatch.setattr(event_loop, "CANCEL_TIMEOUT", 0.05)
     agent = Stubborn()
     with fails_with(AgentFailed, code="agent_timeout"):
         await episode(agent, proxy, timeout=0.05)

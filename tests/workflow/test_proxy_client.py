@@ -18,7 +18,7 @@ from any_agent.workflow import proxy_client as module
 from proxy_ext.sessions.session import RecordedSession
 from tests.support.areal_client import ArealClient
 from tests.support.errors import fails_with
-from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 from tests.workflow.conftest import ADMIN, Serve
 
@@ -83,54 +83,6 @@ async def test_it_rewards_its_session_whatever_the_default_is(
     assert interaction.reward == 0.5
 
 
-async def test_what_an_export_tells(
-    http: aiohttp.ClientSession, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside tensors, which older services alone have."""
-    client = client_of(http, proxy)
-    with fails_with(ValueError, "not open"):
-        _ = client.session_url
-    await client.grant_capacity()
-    async with client:
-        assert client.session_url == f"{proxy.url}/{client.session_api_key}/v1"
-        first = await proxy.complete(client.session_api_key)
-        said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
-        more = [*HELLO, said, {"role": "user", "content": "And another one?"}]
-        second = await proxy.complete(client.session_api_key, more)
-        await client.set_last_reward(1.0)
-    body = {"session_id": client.session_id, "discount": 1.0, "style": "individual"}
-    answer = (await proxy.http.post("/export_trajectories", json=body)).json()
-    told = {"messages": HELLO, "output_message_list": [said], "completion": first}
-    response = {"input_tokens": [1, 2], "output_tokens": [3], "stop_reason": "stop"}
-    told["model_response"] = {**response, "output_logprobs": [-0.5], "output_versions": [7]}
-    answer["interactions"][first["id"]] |= {**told, "parent_id": None}
-    nothing = dict.fromkeys(told) | {"messages": more, "parent_id": first["id"]}
-    answer["interactions"][second["id"]] |= nothing
-
-    async def exported(*arguments: Any, **named: Any) -> Any:
-        return answer
-
-    monkeypatch.setattr(client, "_call", exported)
-    one, two = (await client.export_interactions()).values()
-    assert (one.messages, one.output_message_list) == (HELLO, [said])
-    assert one.completion is not None
-    assert one.completion.choices[0].message.content == said["content"]
-    assert one.model_response is not None
-    assert one.model_response.input_tokens == [1, 2]
-    assert one.model_response.output_tokens == [3]
-    assert one.model_response.output_logprobs == [-0.5]
-    assert one.model_response.output_versions == [7]
-    assert one.parent is None
-    assert two.parent is one
-    assert (two.messages, two.completion, two.model_response) == (more, None, None)
-    for interaction in answer["interactions"].values():
-        for name in (*told, "parent_id"):
-            del interaction[name]
-    one, two = (await client.export_interactions()).values()
-    assert (one.messages, one.output_message_list, one.completion) == ([], None, None)
-    assert (one.model_response, two.parent) == (None, None)
-
-
 async def test_a_grant_that_somebody_else_took(http: aiohttp.ClientSession, proxy: Proxy) -> None:
     client = client_of(http, proxy)
     await client.grant_capacity()
@@ -158,7 +110,7 @@ async def test_what_goes_wrong_inside_aborts_it(http: aiohttp.ClientSession, pro
 async def test_a_busy_agent_gives_signs_of_life(
     http: aiohttp.ClientSession, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_HEARTBEAT", 0.02)
+    monkeypatch.setattr(module, "HEARTBEAT", 0.02)
     beats: list[str] = []
     beat = RecordedSession.heartbeat
 
@@ -219,16 +171,14 @@ async def test_lost_answers_make_nothing_happen_twice(
     await runner.cleanup()
 
 
-async def test_a_service_that_stays_away(http: aiohttp.ClientSession) -> None:
+async def test_a_service_that_stays_away_or_refuses_the_key(
+    http: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     client = OpenAIProxyClient(http, "http://127.0.0.1:9", "task", patience=0.3)
     with pytest.raises(errors.ServiceUnavailable):
         await client.grant_capacity()
     with fails_with(errors.ConfigError, "my-service"):
         await OpenAIProxyClient(http, "my-service", "task").grant_capacity()
-
-
-async def test_a_wrong_key(http: aiohttp.ClientSession, proxy: Proxy) -> None:
-    client = OpenAIProxyClient(http, proxy.url, "task", "sk-wrong")
     async with asyncio.timeout(60):
         with pytest.raises(errors.Unauthenticated):
-            await client.grant_capacity()
+            await OpenAIProxyClient(http, proxy.url, "task", "sk-wrong").grant_capacity()

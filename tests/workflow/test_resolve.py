@@ -79,13 +79,6 @@ def test_an_agent_is_wrapped(script: Any) -> None:
         assert made.service.admin_key == "admin"
 
 
-def test_a_group_size_makes_a_grouped_workflow(script: Any) -> None:
-    made = resolve_workflow(script.ready, group_size=4)
-    assert isinstance(made, GroupedRolloutWorkflow)
-    assert made.workflow is script.ready
-    assert made.group_size == 4
-
-
 @pytest.mark.parametrize(
     ("variables", "key"),
     [

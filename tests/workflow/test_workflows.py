@@ -186,13 +186,6 @@ async def test_a_later_right_answer_is_worth_less(chat: ChatFormat) -> None:
     assert result["input_ids"].shape == (1, len(third) + 2)
 
 
-async def test_the_first_answer_may_be_right(chat: ChatFormat) -> None:
-    engine: Any = Says(chat, "4")
-    workflow = MultiTurnWorkflow(functions.digits, SAMPLING, chat, max_turns=5, turn_discount=0.5)
-    result = await workflow.arun_episode(engine, ITEM)
-    assert result["rewards"].tolist() == [1.0]
-
-
 async def test_a_context_that_is_full_ends_the_turns(pool: EnginePool, chat: ChatFormat) -> None:
     length = await pool.context_length()
     long = SAMPLING.new(max_new_tokens=10**6, ignore_eos=True, stop_token_ids=())

@@ -16,10 +16,8 @@ import torch
 from any_agent import GRPOConfig, MultiTurnWorkflow, load_expr_config, stats_tracker
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.server import EngineServer, listen
-from any_agent.errors import InvalidTrajectory
-from any_agent.workflow import RolloutWorkflow, checked_tensors, resolve_workflow
+from any_agent.workflow import RolloutWorkflow, resolve_workflow
 from any_agent.workflow.tensor_checks import PER_ROW, PER_TOKEN, REQUIRED
-from tests.support.workflow.tensors import tensors
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "workflows.md").read_text()
 
@@ -81,32 +79,3 @@ def test_it_names_every_field() -> None:
     types = {name: kind.__name__.rstrip("_") for name, kind in {**PER_TOKEN, **PER_ROW}.items()}
     assert {name: kind for name, _, kind, _ in rows} == types
     assert [name for name, *_, required in rows if required] == list(REQUIRED)
-
-
-ERRORS = re.findall(r"^InvalidTrajectory: (.*)$", TEXT, re.M)
-long_row = list(range(1, 21))
-nan_at_17 = tensors(long_row)["logprobs"]
-nan_at_17[0, 17] = torch.nan
-two_at_4 = tensors(long_row)["loss_mask"]
-two_at_4[0, 4] = 2
-
-
-@pytest.mark.parametrize(
-    ("says", "wrong"),
-    list(
-        zip(
-            ERRORS,
-            [
-                tensors(long_row, input_ids=torch.tensor([long_row]).float()),
-                tensors(long_row, loss_mask=two_at_4),
-                tensors(long_row, logprobs=nan_at_17),
-                tensors(long_row, rewards=torch.tensor([[1.0]])),
-            ],
-            strict=True,
-        )
-    ),
-)
-def test_its_errors_are_these(says: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidTrajectory) as caught:
-        checked_tensors(wrong)
-    assert str(caught.value) == says

@@ -101,7 +101,7 @@ class EmbeddedEngine:
         self._generations: dict[str, Generation] = {}
         self._home: asyncio.AbstractEventLoop | None = None
         self._grammars = GrammarCompiler(loaded)
-        self._checks = GrammarChecker()
+        self.checks = GrammarChecker()
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
         self.loop = Scheduler(
             loaded.model,
@@ -149,7 +149,7 @@ class EmbeddedEngine:
         grammar, text = None, request.gconfig.grammar
         if text is not None:
             source = await asyncio.to_thread(self._grammars.source, text)
-            await self._checks.require_harmless(source)
+            await self.checks.require_harmless(source)
             grammar = await asyncio.to_thread(self._grammars.compile, text)
         processor = LogitsProcessor(request.gconfig, grammar)
         return processor if processor.changes_logits else None

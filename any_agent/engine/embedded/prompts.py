@@ -12,7 +12,7 @@ from any_agent.engine.embedded.kv_cache import KVCache, PromptStates
 from any_agent.engine.embedded.request import EngineRequest
 
 _Ids: TypeAlias = tuple[int, ...]
-_MAX_KEPT_TOKENS = 2048
+MAX_KEPT_TOKENS = 2048
 
 
 @dataclass(slots=True)
@@ -78,13 +78,13 @@ class KnownPrompts:
         prompt.holders.remove(request)
         if prompt.holders:
             return
-        if len(ids) > _MAX_KEPT_TOKENS or (request.finish and request.finish.error):
+        if len(ids) > MAX_KEPT_TOKENS or (request.finish and request.finish.error):
             del self._prompts[ids]
             return
         states = self._cache.prompt_states(row, len(ids))
         prompt.states = [(keys.clone(), values.clone()) for keys, values in states]
         self._kept[ids] = None
-        while sum(map(len, self._kept)) > _MAX_KEPT_TOKENS:
+        while sum(map(len, self._kept)) > MAX_KEPT_TOKENS:
             del self._prompts[self._kept.popitem(last=False)[0]]
 
     def clear(self) -> None:

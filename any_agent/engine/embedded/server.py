@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HEALTH_TIMEOUT = 20.0
 _MAX_BODY = 32 * 2**20  # bytes
-_BODY_TIMEOUT = 120.0  # seconds
+BODY_TIMEOUT = 120.0  # seconds
 _LOGGED = 300  # characters of an error that are logged
 _DONE = b"data: [DONE]\n\n"
 _KEYLESS = {"key": "a key", "do": "start the engine with --key-file"}
@@ -262,7 +262,7 @@ class EngineServer:
 
 
 async def _read(http: web.Request) -> dict[str, Any]:
-    return json_object(await read_body(http, _MAX_BODY, _BODY_TIMEOUT))
+    return json_object(await read_body(http, _MAX_BODY, BODY_TIMEOUT))
 
 
 def _bearer(headers: Mapping[str, str]) -> str:

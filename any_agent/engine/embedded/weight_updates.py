@@ -33,7 +33,7 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 _MAX_BODY = 8 * 2**30  # bytes of one body with weights
-_BODY_TIMEOUT = 1500.0  # seconds, the longest `engine.load_timeout`
+BODY_TIMEOUT = 1500.0  # seconds, the longest `engine.load_timeout`
 _GROUP_TIMEOUT = 600.0  # seconds that an operation waits for a member of a group
 
 
@@ -206,7 +206,7 @@ def _handler(
         status = 200
         reply: Body = {"success": True, "message": "Success"}
         try:
-            reply |= await work(json_object(await read_body(http, _MAX_BODY, _BODY_TIMEOUT))) or {}
+            reply |= await work(json_object(await read_body(http, _MAX_BODY, BODY_TIMEOUT))) or {}
         except AnyAgentError as error:
             status = 503 if isinstance(error, EngineUnavailable) else 400
             reply = {"success": False, "message": error.message, "num_paused_requests": 0}

@@ -43,7 +43,7 @@ _KEEPALIVE = 3.0
 _HEALTH_TIMEOUT = 20.0  # seconds, as SGLang's own: an engine with a long prefill is healthy
 _MAX_DRAIN = 20.0
 """Seconds that a weight update waits for calls under a grammar, which cannot be resumed."""
-_LONG_REPLY = 262_144
+LONG_REPLY = 262_144
 """Bytes from which on a reply is parsed in a thread: megabytes, with many likeliest tokens, take
 tenths of a second."""
 _MAX_FRUITLESS = 5  # consecutive resubmissions of one call whose engine died before a token came
@@ -366,7 +366,7 @@ class SGLangEngine(RemoteEngine):
                         "the engine closed the stream without a finish reason", retry_after=2
                     )
                 raw = await response.read()
-                if len(raw) > _LONG_REPLY:
+                if len(raw) > LONG_REPLY:
                     chunk = await asyncio.to_thread(_read_reply, reader, raw)
                 else:
                     chunk = _read_reply(reader, raw)

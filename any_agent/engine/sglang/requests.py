@@ -189,7 +189,7 @@ class EngineRefused(EngineUnavailable):
     answered: int
 
 
-def _refused(status: int, path: str, raw: bytes) -> AnyAgentError:
+def refused(status: int, path: str, raw: bytes) -> AnyAgentError:
     if status == 401:
         return ConfigError(WRONG_KEY)
     message = f"the engine answered {path} with {status}: {_message_of(_error_in(raw))}"
@@ -260,7 +260,7 @@ class SGLangControl:
             ) as response:
                 raw = await response.read()
                 if response.status != 200:
-                    raise _refused(response.status, path, raw)
+                    raise refused(response.status, path, raw)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(
                 f"the inference engine does not answer ({type(error).__name__}); try again later",

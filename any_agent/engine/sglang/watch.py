@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator
 from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.errors import EngineUnavailable
 
-_INTERVAL = 1.0
-_ANSWER_WITHIN = 2.0
+INTERVAL = 1.0
+ANSWER_WITHIN = 2.0
 """Seconds; with the interval and a rank's heartbeat, the router knows within five."""
-_LATE = 1.0
+LATE = 1.0
 """Seconds after its time limit at which a request ends because this process hung itself."""
 
 
@@ -27,10 +27,10 @@ async def silences(control: SGLangControl) -> AsyncGenerator[float | None]:
     """
     silence = 0.0
     while True:
-        await asyncio.sleep(_INTERVAL)
+        await asyncio.sleep(INTERVAL)
         asked = time.monotonic()
         try:
-            answered = await control.answers("/model_info", within=_ANSWER_WITHIN)
+            answered = await control.answers("/model_info", within=ANSWER_WITHIN)
         except EngineUnavailable:
             silence = 0.0
             yield None
@@ -38,6 +38,6 @@ async def silences(control: SGLangControl) -> AsyncGenerator[float | None]:
         passed = time.monotonic() - asked
         if answered:
             silence = 0.0
-        elif passed < _ANSWER_WITHIN + _LATE:
-            silence += passed + _INTERVAL
+        elif passed < ANSWER_WITHIN + LATE:
+            silence += passed + INTERVAL
         yield silence

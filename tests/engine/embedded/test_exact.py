@@ -8,23 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from any_agent.engine.base import InferenceEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.sampler import BatchSampler
 from any_agent.errors import StartupError
-from any_agent.types import GenerationHyperparameters
+from any_agent.types import GenerationHyperparameters, ModelRequest
 from tests.support.engine.embedded import fresh_logprobs, prompt, request, worst
 from tests.support.errors import fails_with
 
 
-async def collect(engine: EmbeddedEngine, ask: Any) -> tuple[list[int], list[float], Any]:
+async def collect(
+    engine: EmbeddedEngine, ask: ModelRequest, started: asyncio.Event | None = None
+) -> tuple[list[int], list[float]]:
+    """Its ids and log-probabilities; ``started`` is set with the second token."""
     ids: list[int] = []
     logprobs: list[float] = []
     async for chunk in engine.generate(ask):
         ids += chunk.output_ids
         logprobs += chunk.logprobs
-    return ids, logprobs, chunk
+        if started is not None and len(ids) >= 2:
+            started.set()
+    return ids, logprobs
 
 
 async def ragged_worst(engine: EmbeddedEngine, n: int) -> float:
@@ -35,14 +39,7 @@ async def ragged_worst(engine: EmbeddedEngine, n: int) -> float:
         config = {"temperature": 0.4 + 0.2 * (i % 4), "max_new_tokens": 3 + 5 * (i % 5)}
         config |= [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 20}][i % 4]
         ask = request(f"r{i}", prompt(1 + 13 * (i % 6), seed=i), **config)
-        ids: list[int] = []
-        logprobs: list[float] = []
-        async for chunk in engine.generate(ask):
-            ids += chunk.output_ids
-            logprobs += chunk.logprobs
-            if len(ids) >= 2:
-                started.set()
-        results.append((ask, ids, logprobs))
+        results.append((ask, *await collect(engine, ask, started)))
 
     async with asyncio.TaskGroup() as group:
         for i in range(n):
@@ -63,25 +60,27 @@ async def test_ragged_joins_equal_a_fresh_pass(engine: EmbeddedEngine) -> None:
     assert await ragged_worst(engine, 14) < 1e-5
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 380,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2_tied"])
 async def test_other_architectures_are_exact(kind: str, loaded: LoadedModel, tmp_path: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    shape: dict[str, Any] = {
-        "vocab_size": 380,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
     torch.manual_seed(0)
     model: Any
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**shape))
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     async with EmbeddedEngine.load(str(tmp_path)) as engine:
@@ -91,39 +90,35 @@ async def test_other_architectures_are_exact(kind: str, loaded: LoadedModel, tmp
         assert engine.version == 1
 
 
-def test_sliding_windows_are_refused(loaded: LoadedModel, tmp_path: Any) -> None:
+def test_models_that_cannot_be_served_exactly_are_refused(
+    loaded: LoadedModel, tiny_model_dir: Any, tmp_path: Any
+) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    config = MistralConfig(
-        vocab_size=380, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
-    )  # fmt: skip
+    with fails_with(StartupError, tmp_path):
+        load_model(str(tmp_path))
+    with fails_with(StartupError, "context length"):
+        load_model(str(tiny_model_dir), context_length=1 << 20)
+    config = MistralConfig(**SHAPE, sliding_window=16)
     MistralForCausalLM(config).save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     with fails_with(StartupError, "DynamicSlidingWindowLayer"):
         load_model(str(tmp_path))
 
 
-def test_a_model_that_cannot_be_loaded_is_named(tiny_model_dir: Any, tmp_path: Any) -> None:
-    with fails_with(StartupError, tmp_path):
-        load_model(str(tmp_path))
-    with fails_with(StartupError, "context length"):
-        load_model(str(tiny_model_dir), context_length=1 << 20)
+async def test_a_whole_temperature_is_exact(engine: EmbeddedEngine) -> None:
+    ids, logprobs = await collect(engine, request("i", prompt(5), temperature=2))
+    assert worst(logprobs, fresh_logprobs(engine.loaded.model, prompt(5), ids, 2)) < 1e-5
 
 
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
+@pytest.mark.parametrize("temperature", [0, 1e-6])
 async def test_greedy_answers_are_the_likeliest(engine: EmbeddedEngine, temperature: float) -> None:
     ask = request("g", prompt(9), temperature=temperature, top_p=0.5, max_new_tokens=12)
-    ids, logprobs, _ = await collect(engine, ask)
+    ids, logprobs = await collect(engine, ask)
     with torch.inference_mode():
         logits = engine.loaded.model(input_ids=torch.tensor([[*ask.input_ids, *ids]])).logits
     assert logits[0, len(ask.input_ids) - 1 : -1].argmax(-1).tolist() == ids
     assert worst(logprobs, fresh_logprobs(engine.loaded.model, ask.input_ids, ids)) < 1e-5
-
-
-async def test_a_whole_temperature_is_exact(engine: EmbeddedEngine) -> None:
-    ids, logprobs, _ = await collect(engine, request("i", prompt(5), temperature=2))
-    assert worst(logprobs, fresh_logprobs(engine.loaded.model, prompt(5), ids, 2)) < 1e-5
 
 
 def test_sampling_follows_each_rows_distribution() -> None:
@@ -157,9 +152,13 @@ def test_sampling_follows_each_rows_distribution() -> None:
         assert set(mine.tolist()) <= set(allowed.tolist())
 
 
-async def test_key_value_budget_bounds_the_batch(loaded: LoadedModel) -> None:
+async def test_key_value_budget_bounds_the_batch(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     held: list[int] = []
+    cache = loaded.new_cache(60)
+    monkeypatch.setattr(LoadedModel, "new_cache", lambda *_: cache)
     options = EngineOptions(max_running_requests=8, max_total_tokens=60)
     async with EmbeddedEngine(loaded, options) as engine:
 
@@ -172,28 +171,17 @@ async def test_key_value_budget_bounds_the_batch(loaded: LoadedModel) -> None:
         # One long row after three short ones: the buffers change their shape, not their size.
         for length in (40, 5):
             ask = request("long", prompt(length), max_new_tokens=20)
-            ids, logprobs, _ = await collect(engine, ask)
+            ids, logprobs = await collect(engine, ask)
             reference = fresh_logprobs(loaded.model, ask.input_ids, ids)
             assert worst(logprobs, reference) < 1e-5
-            keys = engine.loop._cache.kv.layers[0].keys
+            keys = cache.kv.layers[0].keys
             held.append(keys.shape[0] * keys.shape[2])
     assert max(held) <= 60
-
-
-async def test_it_is_an_inference_engine(engine: EmbeddedEngine) -> None:
-    as_protocol: InferenceEngine = engine
-    assert as_protocol.version == 0
-    await as_protocol.pause()
-    await as_protocol.resume(5)
-    chunks = [c async for c in as_protocol.generate(request("p", prompt(3)), stream=False)]
-    assert len(chunks) == 1
-    assert chunks[0].versions == [5] * 8
-    assert chunks[0].stop_reason == "length"
 
 
 async def test_half_precision_is_near_a_fresh_forward_pass(tiny_model_dir: Any) -> None:
     options = EngineOptions(dtype="bfloat16")
     async with EmbeddedEngine.load(str(tiny_model_dir), options) as engine:
-        ids, logprobs, _ = await collect(engine, request("h", prompt(20), max_new_tokens=20))
+        ids, logprobs = await collect(engine, request("h", prompt(20), max_new_tokens=20))
         reference = fresh_logprobs(engine.loaded.model, prompt(20), ids)
         assert worst(logprobs, reference) < 0.15

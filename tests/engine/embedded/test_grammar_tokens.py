@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +30,9 @@ def with_added(loaded: LoadedModel, *names: str, special: bool) -> LoadedModel:
     return replace(loaded, tokenizer=tokenizer, vocab_size=size + len(names))
 
 
-def spelled(loaded: LoadedModel, text: str) -> list[int]:
+def spelled(loaded: LoadedModel, grammar: dict[str, Any]) -> list[int]:
     """The only text of a grammar, by the lowest id that is allowed at each place."""
-    state = GrammarCompiler(loaded).compile(json.dumps({"json_schema": {"const": text}}))
+    state = GrammarCompiler(loaded).compile(json.dumps(grammar))
     ids: list[int] = []
     for _ in range(100):
         token = int(np.flatnonzero(~state.forbidden())[0])
@@ -48,16 +50,25 @@ def test_names_are_written_in_other_tokens(loaded: LoadedModel, text: str, speci
     """Also where names overlap; and whether the tokenizer calls them special or not."""
     model = with_added(loaded, "xyz", "zyx", special=special)
     added = set(model.tokenizer.get_added_vocab().values())
-    ids = spelled(model, text)
-    assert not added & set(ids)
     core = model.tokenizer.backend_tokenizer
-    assert json.loads(core.decode(ids, skip_special_tokens=False)) == text
+    key = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    for schema, value in (
+        ({"const": text}, text),
+        ({"enum": [text]}, text),
+        (key | {"additionalProperties": False}, {text: text}),
+    ):
+        ids = spelled(model, {"json_schema": schema})
+        assert not added & set(ids)
+        assert json.loads(core.decode(ids, skip_special_tokens=False)) == value
+    ids = spelled(model, {"regex": re.escape(text)})
+    assert not added & set(ids)
+    assert core.decode(ids, skip_special_tokens=False) == text
 
 
 def test_runs_of_spaces_are_text(loaded: LoadedModel) -> None:
     model = with_added(loaded, "        ", special=False)
     run = model.vocab_size - 1
-    assert run in spelled(model, "a        b")
+    assert run in spelled(model, {"json_schema": {"const": "a        b"}})
 
 
 def test_text_without_names_is_encoded_as_ever(loaded: LoadedModel) -> None:

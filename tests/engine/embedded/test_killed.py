@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
-from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.types import GenerationChunk, ModelRequest
-from tests.support.engine.embedded import Gate, fresh_logprobs, prompt, request, worst, wrapped
+from tests.support.engine.embedded import fresh_logprobs, prompt, request, worst
 from tests.support.engine.process import EngineProcess
-from tests.support.engine.sglang import joined, until
+from tests.support.engine.sglang import joined
 from tests.support.other_weights import publish_other
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.service
 
@@ -147,58 +146,3 @@ def test_calls_survive_two_kills(
     assert error < 1e-4
     assert stopped
     assert len(cut) >= 4
-
-
-async def test_a_stop_string_across_the_death_of_a_real_engine(loaded: LoadedModel) -> None:
-    decode = loaded.decoder(skip_special_tokens=False)
-    async with EmbeddedEngine(loaded) as engine:
-        plain, at, stop = await _with_a_stop(engine)
-        gate = Gate()
-        async with wrapped(loaded, gate.around) as mortal:
-            runner, port = await listen(EngineServer(mortal, incremental=True), "127.0.0.1", 0)
-            client = SGLangEngine(f"http://127.0.0.1:{port}", decode=decode)
-            call = Call(
-                request("a", prompt(6), seed=1, max_new_tokens=200, stop=(stop,)), stream=True
-            )
-            task = asyncio.create_task(call.run(client))
-            # The first token of the stop string has come, the second has not.
-            gate.let(at + 1)
-            await until(lambda: call.length == at + 1)
-            await _break(runner)
-            await until(lambda: client.away)
-            gate.let(10_000)
-            again, _ = await listen(EngineServer(engine, incremental=True), "127.0.0.1", port)
-            await asyncio.wait_for(task, 30)
-            await client.close()
-            await again.cleanup()
-            await runner.cleanup()
-    assert joined(call.chunks)[0] == plain[: at + 2]
-    assert (call.chunks[-1].stop_reason, call.chunks[-1].matched_stop) == ("stop", stop)
-
-
-async def _with_a_stop(engine: EmbeddedEngine) -> tuple[list[int], int, str]:
-    """An output, and two neighbouring tokens of it whose text comes nowhere before."""
-    decode = engine.loaded.decoder(skip_special_tokens=False)
-    (chunk,) = [
-        c
-        async for c in engine.generate(
-            request("p", prompt(6), seed=1, max_new_tokens=200), stream=False
-        )
-    ]
-    ids = chunk.output_ids
-    for at in range(10, 198):
-        stop = decode(ids[at : at + 2])
-        matcher = StopMatcher((stop,), decode)
-        first = next((k for k, token in enumerate(ids) if matcher.push(token)), None)
-        if "\ufffd" not in stop and first == at + 1:
-            return ids, at, stop
-    raise AssertionError("no stop string in this output; take another seed")
-
-
-async def _break(runner: Any) -> None:
-    """What kill -9 does to a server's sockets."""
-    for site in list(runner.sites):
-        await site.stop()
-    for connection in runner.server.connections:
-        if connection.transport is not None:
-            connection.transport.abort()

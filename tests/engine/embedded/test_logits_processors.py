@@ -66,13 +66,6 @@ def test_prompts_are_not_penalised() -> None:
     assert torch.equal(bent, logits)
 
 
-@pytest.mark.parametrize("config", [{}, {"min_p": 0.5, "seed": 3}])
-async def test_a_row_that_asks_for_nothing_has_no_bend(
-    engine: EmbeddedEngine, config: dict[str, Any]
-) -> None:
-    assert await engine.make_processor(request("plain", prompt(3), **config)) is None
-
-
 async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
     """Rows of one batch, of which one alone has each parameter."""
     ids = prompt(7)
@@ -98,16 +91,12 @@ def text_of(loaded: LoadedModel, response: ModelResponse) -> str:
 async def test_what_is_generated_follows_its_grammar(
     engine: EmbeddedEngine, loaded: LoadedModel
 ) -> None:
-    async def text(grammar: dict[str, Any], seed: int = 0) -> str:
-        asked = request(
-            f"r{seed}",
-            prompt(5),
-            grammar=json.dumps(grammar),
-            max_new_tokens=600,
-            ignore_eos=False,
-            seed=seed,
-        )
-        response = await agenerate(engine, asked)
+    async def answer(grammar: dict[str, Any], seed: int, **config: Any) -> ModelResponse:
+        asked = request(f"r{seed}", prompt(5), grammar=json.dumps(grammar), seed=seed, **config)
+        return await agenerate(engine, asked)
+
+    async def text(grammar: dict[str, Any], seed: int) -> str:
+        response = await answer(grammar, seed, max_new_tokens=600, ignore_eos=False)
         assert response.stop_reason == "stop"
         assert response.output_ids[-1] in loaded.eos_ids
         return text_of(loaded, response)
@@ -116,25 +105,15 @@ async def test_what_is_generated_follows_its_grammar(
         assert re.fullmatch("[0-9]{2,4}(!|é)", await text({"regex": "[0-9]{2,4}(!|é)"}, seed))
         schema = {"enum": [{"a": "ü"}, [1, None], "x"]}
         assert json.loads(await text({"json_schema": schema}, seed)) in schema["enum"]
-
-
-async def test_what_is_generated_stays_within_json_objects(
-    engine: EmbeddedEngine, loaded: LoadedModel
-) -> None:
-    """A random model ends no object in time, but never leaves the grammar."""
-    grammar = json.dumps({"json_object": True})
-    asked = request("r", prompt(5), grammar=grammar, max_new_tokens=40, seed=5)
-    response = await agenerate(engine, asked)
+    # Its end is one also where ends of text are ignored.
+    assert (await answer({"regex": "ab"}, 0, max_new_tokens=30)).stop_reason == "stop"
+    # A random model ends no object in time, but never leaves the grammar.
+    response = await answer({"json_object": True}, 5, max_new_tokens=40)
     assert text_of(loaded, response).lstrip().startswith("{")
-    state = GrammarCompiler(loaded).compile(grammar)
+    state = GrammarCompiler(loaded).compile(json.dumps({"json_object": True}))
     for token in response.output_ids:
         assert not state.forbidden()[token]
         state.push(token)
-
-
-async def test_the_end_ends_also_if_ends_of_text_are_ignored(engine: EmbeddedEngine) -> None:
-    asked = request("r", prompt(5), grammar='{"regex": "ab"}', max_new_tokens=30)
-    assert (await agenerate(engine, asked)).stop_reason == "stop"
 
 
 async def test_it_tells_which_tokens_a_grammar_decided(
@@ -195,7 +174,7 @@ def _exploding() -> str:
 
 @pytest.mark.service
 async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
-    engine._checks = GrammarChecker(seconds=1)
+    engine.checks = GrammarChecker(seconds=1)
     beats, others = 0, []
     bad = asyncio.create_task(
         engine.make_processor(request("bad", prompt(5), grammar=_exploding()))
@@ -221,31 +200,25 @@ async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> N
     assert (await agenerate(engine, asked)).stop_reason == "stop"
 
 
+@pytest.mark.parametrize("ends", [False, True])
 async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
-    engine: EmbeddedEngine, loaded: LoadedModel
+    engine: EmbeddedEngine, loaded: LoadedModel, ends: bool
 ) -> None:
-    """It allows an end of text then; what was written so far must not pass for the whole."""
+    """What was written so far must not pass for the whole; nor an end where it goes on."""
     asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
     processor = await engine.make_processor(asked)
     assert processor is not None and processor.grammar is not None
-    processor.grammar.push(200)
-    assert not processor.grammar.forbidden()[sorted(loaded.eos_ids)].any()
+    if ends:
+        all_but_the_end = np.arange(loaded.vocab_size) != min(loaded.eos_ids)
+        processor.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
+    else:
+        processor.grammar.push(200)
+        # It allows an end of text then.
+        assert not processor.grammar.forbidden()[sorted(loaded.eos_ids)].any()
     generation = engine.submit(asked, processor=processor)
-    with fails_with(EngineMismatch, "grammar", "Parser Error"):
+    with fails_with(EngineMismatch, "grammar"):
         await generation.finished()
-    assert generation.request.output_ids == []
-
-
-async def test_an_end_where_the_grammar_goes_on_is_an_error(
-    engine: EmbeddedEngine, loaded: LoadedModel
-) -> None:
-    asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
-    processor = await engine.make_processor(asked)
-    assert processor is not None and processor.grammar is not None
-    all_but_the_end = np.arange(loaded.vocab_size) != min(loaded.eos_ids)
-    processor.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
-    with fails_with(EngineMismatch, "ended", "grammar"):
-        await engine.submit(asked, processor=processor).finished()
+    assert ends or generation.request.output_ids == []
 
 
 async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
@@ -256,40 +229,6 @@ async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
         asked = request(f"r{stream}", prompt(5), grammar=grammar, max_new_tokens=50)
         with fails_with(InvalidRequest, "complex", param="grammar"):
             [chunk async for chunk in engine.generate(asked, stream=stream)]
-
-
-@pytest.mark.parametrize(
-    "text", ["<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<<think><|im_end|>", "ÿ"]
-)
-@pytest.mark.service
-async def test_names_of_tokens_are_spelled(
-    engine: EmbeddedEngine, loaded: LoadedModel, text: str
-) -> None:
-    """Never written as the token itself, which would end the output, or mean something."""
-    named = set(loaded.tokenizer.get_added_vocab().values())
-    wanted = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
-    schemas: list[dict[str, Any]] = [
-        {"enum": [text]},
-        {"const": text},
-        wanted | {"additionalProperties": False},
-    ]
-    grammars = [{"json_schema": schema} for schema in schemas] + [{"regex": re.escape(text)}]
-    values = [text, text, {text: text}, None]
-    for k, (grammar, value) in enumerate(zip(grammars, values, strict=True)):
-        asked = request(
-            f"r{k}",
-            prompt(5),
-            grammar=json.dumps(grammar),
-            max_new_tokens=600,
-            ignore_eos=False,
-            seed=k,
-        )
-        response = await agenerate(engine, asked)
-        assert response.stop_reason == "stop"
-        *ids, end = response.output_ids
-        assert end in loaded.eos_ids and not named & set(ids)
-        said = text_of(loaded, response)
-        assert said == text if value is None else json.loads(said) == value
 
 
 async def test_likeliest_tokens_are_those_of_the_bent_distribution(loaded: LoadedModel) -> None:

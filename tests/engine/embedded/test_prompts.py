@@ -60,15 +60,6 @@ async def test_an_end_that_was_read_is_not_waited_for_again(engine: EmbeddedEngi
     assert await asyncio.wait_for(generation.progress(), LIMIT) == (1, end)
 
 
-async def test_one_token_of_a_group(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
-    """The request that was computed may end with the token that it joined with."""
-    await engine.pause("in_place")
-    running = [engine.submit(request(f"r{i}", prompt(7), max_new_tokens=1)) for i in range(6)]
-    await engine.resume()
-    await finished(*running)
-    assert max(error_of(loaded, generation.request) for generation in running) < 1e-5
-
-
 async def test_new_weights_compute_a_running_prompt_again(
     own_engine: EmbeddedEngine, other_model_dir: Path
 ) -> None:
@@ -88,7 +79,7 @@ async def test_new_weights_compute_a_running_prompt_again(
 
 
 async def test_old_prompts_make_room(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.engine.embedded.prompts._MAX_KEPT_TOKENS", 40)
+    monkeypatch.setattr("any_agent.engine.embedded.prompts.MAX_KEPT_TOKENS", 40)
     async with EmbeddedEngine(loaded) as engine:
         cached = []
         for number, seed in enumerate([1, 2, 1, 3, 2, 3, 1]):

@@ -116,28 +116,6 @@ async def whole(engine: EmbeddedEngine, rid: str, **config: object) -> ModelResp
     )
 
 
-async def test_a_stop_string_over_token_borders(engine: EmbeddedEngine) -> None:
-    free = await whole(engine, "free")
-    decode = engine.loaded.decoder(skip_special_tokens=False)
-    # From the middle of one token's text to the middle of a later one's.
-    texts = [decode(free.output_ids[:n]) for n in range(len(free.output_ids) + 1)]
-    stop = texts[8][len(texts[5]) - 1 : len(texts[7]) + 1]
-    ends_at = next(n for n in range(1, 25) if stop in texts[n])
-    stopped = await whole(engine, "stopped", stop=("never there", stop))
-    assert stopped.stop_reason == "stop"
-    assert stopped.matched_stop == stop
-    assert stopped.output_ids == free.output_ids[:ends_at]
-    assert len(stopped.output_logprobs) == ends_at
-
-
-async def test_stop_tokens_stay_in_the_output(engine: EmbeddedEngine) -> None:
-    free = await whole(engine, "free")
-    token = free.output_ids[6]
-    stopped = await whole(engine, "stopped", stop_token_ids=(token,))
-    assert stopped.output_ids == free.output_ids[: free.output_ids.index(token) + 1]
-    assert (stopped.stop_reason, stopped.matched_stop) == ("stop", token)
-
-
 @pytest.mark.parametrize("ignore", [False, True])
 async def test_end_of_text(loaded: LoadedModel, ignore: bool) -> None:
     async with EmbeddedEngine(loaded) as engine:
@@ -150,7 +128,3 @@ async def test_end_of_text(loaded: LoadedModel, ignore: bool) -> None:
     else:
         assert answer.output_ids == free.output_ids[: free.output_ids.index(token) + 1]
         assert (answer.stop_reason, answer.matched_stop) == ("stop", token)
-
-
-def test_the_models_own_end_tokens(loaded: LoadedModel) -> None:
-    assert loaded.eos_ids == {loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")}

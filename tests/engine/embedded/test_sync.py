@@ -19,6 +19,7 @@ from any_agent.engine.weight_serialization import pack
 from tests.support.engine.embedded import Serve
 from tests.support.engine.sglang_contract import call
 from tests.support.engine.sync_contract import SyncContract
+from tests.support.engine.updates_contract import UpdatesContract
 
 
 @pytest.fixture
@@ -37,7 +38,16 @@ async def engines(tiny_model_dir: Path, serve: Serve) -> AsyncIterator[list[str]
         yield [await serve(engine) for engine in two]
 
 
+@pytest.fixture
+async def url(engines: list[str]) -> str:
+    return engines[0]
+
+
 class TestSync(SyncContract):
+    pass
+
+
+class TestUpdates(UpdatesContract):
     pass
 
 
@@ -118,7 +128,7 @@ async def test_a_group_that_nobody_leads(
     engine: EmbeddedEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Joining blocks nothing, and a bad wish is refused at once."""
-    monkeypatch.setattr(weight_process_group, "_JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(weight_process_group, "JOIN_TIMEOUT", timedelta(seconds=1))
     url = await serve(engine)
     good = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     good |= {"group_name": "g", "backend": "gloo"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from any_agent import RemoteSGLangEngine
 from any_agent.engine import Capabilities, SGLangEngine, agenerate
 from any_agent.errors import InvalidRequest
-from any_agent.types import GenerationChunk, ModelRequest
 from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
 from tests.support.engine.sglang import all_of, joined, request
 from tests.support.engine.sglang_contract import IDS, SamplingContract, body, call, check_answer
@@ -67,30 +65,10 @@ class TestUpdates(UpdatesContract):
     rounding = ROUNDING
 
 
-def check_logprobs(model: TrueModel, ask: ModelRequest, chunks: list[GenerationChunk]) -> None:
-    ids, logprobs, _ = joined(chunks)
-    table = model.logprobs(ask.input_ids, ids, {"temperature": ask.gconfig.temperature})
-    expected = table.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-    assert logprobs == pytest.approx(expected, abs=ROUNDING)
-
-
 async def test_what_it_can(client: SGLangEngine) -> None:
     assert await client.capabilities() == Capabilities(seed=False)
     assert await client.context_length() > 1000
     assert (await client.slots() or 0) > 1
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_logprobs_are_scaled_by_the_temperature(
-    client: SGLangEngine, models: list[Path], stream: bool
-) -> None:
-    ask = replace(request(temperature=0.6, max_new_tokens=40, ignore_eos=True), top_logprobs=3)
-    chunks = await all_of(client, ask, stream=stream)
-    check_logprobs(TrueModel(models[0]), ask, chunks)
-    assert chunks[-1].stop_reason == "length"
-    assert (len(chunks) > 5) == stream
-    tops = [top for chunk in chunks for top in chunk.top_logprobs or []]
-    assert [len(top) for top in tops] == [3] * 40
 
 
 async def has(url: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine.sglang.requests import _refused, failure, refusal
+from any_agent.engine.sglang.requests import failure, refusal, refused
 from any_agent.engine.sglang.responses import ChunkReader
 from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import request
@@ -56,6 +56,15 @@ def test_errors_amid_a_stream_keep_their_kind(error: Any, kind: type[AnyAgentErr
 SECRET = "the conversation's own words"
 
 
+META: dict[str, Any] = {
+    "completion_tokens": 1,
+    "prompt_tokens": 3,
+    "finish_reason": None,
+    "output_token_logprobs": [[-1.0, 1, SECRET]],
+    "weight_version": SECRET,
+}
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -67,26 +76,8 @@ SECRET = "the conversation's own words"
         {"text": SECRET, "meta_info": {"completion_tokens": SECRET}},
         {"meta_info": {"completion_tokens": 1, "finish_reason": {"type": SECRET}}},
         {"meta_info": {"completion_tokens": 1, "prompt_tokens": SECRET, "finish_reason": None}},
-        {
-            "output_ids": [1],
-            "meta_info": {
-                "completion_tokens": 1,
-                "finish_reason": None,
-                "prompt_tokens": SECRET,
-                "output_token_logprobs": [[-1.0, 1, SECRET]],
-                "weight_version": SECRET,
-            },
-        },
-        {
-            "output_ids": [1],
-            "meta_info": {
-                "completion_tokens": 1,
-                "finish_reason": None,
-                "prompt_tokens": 3,
-                "output_token_logprobs": [[-1.0, 1, SECRET]],
-                "weight_version": SECRET,
-            },
-        },
+        {"output_ids": [1], "meta_info": META | {"prompt_tokens": SECRET}},
+        {"output_ids": [1], "meta_info": META},
     ],
 )
 def test_an_unreadable_answer_is_quoted_nowhere(event: Any) -> None:
@@ -114,6 +105,6 @@ async def test_an_unreadable_error_is_quoted_nowhere(status: int, told: bytes) -
         async def read(self) -> bytes:
             return told
 
-    for error in (await failure(Answer()), _refused(status, "/generate", told)):  # type: ignore[arg-type]
+    for error in (await failure(Answer()), refused(status, "/generate", told)):  # type: ignore[arg-type]
         assert SECRET not in error.message
         assert "sha256" in error.message

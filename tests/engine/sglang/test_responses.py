@@ -6,14 +6,12 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 
 from any_agent.engine.sglang.requests import capabilities_of, generate_body
 from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
-from any_agent.types import id_array
 from tests.support.engine.sglang import PROMPT, request
 from tests.support.errors import fails_with
 
@@ -69,17 +67,6 @@ def test_grammars_are_sglangs(grammar: str, name: str, text: Any) -> None:
     assert (orjson.loads(sampling[name]) if name == "json_schema" else sampling[name]) == text
 
 
-def test_neutral_parameters_are_not_sent() -> None:
-    sampling = orjson.loads(generate_body(request(), stream=False))["sampling_params"]
-    assert not sampling.keys() & {*EVERYTHING, "json_schema", "regex", "sampling_seed"}
-
-
-def test_packed_ids_are_sent_as_they_are() -> None:
-    ids = np.arange(25_000, dtype=np.int32)
-    listed = generate_body(request(ids=ids.tolist()), stream=False)
-    assert generate_body(replace(request(), input_ids=id_array(ids)), stream=False) == listed
-
-
 # -- what is read ------------------------------------------------------------------------------
 
 
@@ -93,11 +80,16 @@ def test_cumulative_and_incremental_events_read_the_same() -> None:
 
 
 def test_likeliest_tokens_without_those_that_cannot_come() -> None:
-    reader = ChunkReader(replace(request(), top_logprobs=2))
+    asked = replace(request(), top_logprobs=2)
     top = [[[-0.1, 5, None], [None, 6, None]], [[-0.5, 7, None], [-0.6, 8, None]]]
-    chunk = reader.read(meta(2, 2, output_top_logprobs=top))
+    chunk = ChunkReader(asked).read(meta(2, 2, output_top_logprobs=top))
     assert chunk.top_logprobs == [[(5, -0.1)], [(7, -0.5), (8, -0.6)]]
     assert ChunkReader(request()).read(meta(2, 2)).top_logprobs is None
+    with fails_with(EngineMismatch, "likeliest"):
+        ChunkReader(asked).read(meta(2, 2, output_top_logprobs=[[]]))
+    # Rounding above zero is borne.
+    told = {"output_token_logprobs": [[1.2e-7, 30, None]]}
+    assert ChunkReader(request()).read(meta(1, 1, **told)).logprobs == [1.2e-7]
 
 
 def test_an_engine_may_say_which_tokens_its_grammar_decided() -> None:
@@ -149,11 +141,6 @@ def test_ids_that_the_model_does_not_have_are_refused(bad: int) -> None:
             ChunkReader(request()).read(told)
 
 
-def test_likeliest_tokens_that_are_missing_are_an_error() -> None:
-    with fails_with(EngineMismatch, "likeliest"):
-        ChunkReader(replace(request(), top_logprobs=2)).read(meta(2, 2, output_top_logprobs=[[]]))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -170,11 +157,6 @@ def test_an_answer_that_cannot_be_read_is_no_answer(changes: dict[str, Any]) -> 
     reader.read(meta(1, 1))
     with fails_with(EngineUnavailable, "cannot be read"):
         reader.read(meta(2, 1, **changes))
-
-
-def test_rounding_above_zero_is_borne() -> None:
-    told = {"output_token_logprobs": [[1.2e-7, 30, None]]}
-    assert ChunkReader(request()).read(meta(1, 1, **told)).logprobs == [1.2e-7]
 
 
 def test_an_abort_in_sglangs_queue() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -39,13 +37,6 @@ async def all_of(
     client: SGLangEngine, request: ModelRequest, *, stream: bool
 ) -> list[GenerationChunk]:
     return [chunk async for chunk in client.generate(request, stream=stream)]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)
 
 
 def joined(chunks: list[GenerationChunk]) -> tuple[list[int], list[float], list[int]]:

@@ -7,7 +7,6 @@ version 0, and ``models``, two folders of one shape; and how far the engine's nu
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 
 from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
-from any_agent.errors import ConfigError, InvalidRequest
-from any_agent.types import GenerationHyperparameters, ModelRequest
+from any_agent.errors import ConfigError
 from tests.support.engine.sglang_contract import IDS, body, call, events
 from tests.support.errors import fails_with
 from tests.support.true_logprobs import TrueModel
@@ -112,35 +110,6 @@ class UpdatesContract:
         assert furthest(TrueModel(models[0]), IDS, whole, slice(0, cut), 1.0) <= self.rounding
         # With the old weights' cache the new ones say something between the two.
         assert furthest(TrueModel(models[0]), IDS, whole, slice(cut, 500), 1.0) > self.rounding
-
-    async def test_a_paused_engine_keeps_what_comes_for_later(self, url: str) -> None:
-        await call(url, "/pause_generation", {"mode": "abort"})
-        try:
-            # It is asked what it has by whoever updates it.
-            status, info = await call(url, "/model_info", method="GET")
-            assert (status, info["weight_version"]) == (200, "0")
-            late = asyncio.create_task(call(url, "/generate", body()))
-            done, _ = await asyncio.wait([late], timeout=0.5)
-            assert not done
-        finally:
-            await call(url, "/continue_generation", {})
-        assert (await late)[0] == 200
-
-    async def test_bad_ids_never_reach_it(self, url: str, models: list[Path]) -> None:
-        """One of them ends a whole SGLang."""
-        shape = shape_of(str(models[0]))
-        size = shape.vocab_size
-        assert size is not None
-        client = SGLangEngine(url, decode=lambda _: "", shape=shape)
-        few = GenerationHyperparameters(max_new_tokens=3)
-        try:
-            for bad in (size, -1, 2**31 - 1):
-                with pytest.raises(InvalidRequest):
-                    await anext(client.generate(ModelRequest("bad", [5, bad], few), stream=True))
-            good = client.generate(ModelRequest("good", [0, size - 1], few), stream=False)
-            assert [chunk.stop_reason async for chunk in good][-1] in ("length", "stop")
-        finally:
-            await client.close()
 
     async def test_another_model_is_found_out(self, url: str, models: list[Path]) -> None:
         shape = shape_of(str(models[0]))
