@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, with_client
 from any_agent.errors import (
     Forbidden,
-    NotFound,
     ServiceUnavailable,
     Unauthenticated,
     WrongService,
@@ -65,11 +64,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if live:
             return _live(arguments)
         return with_client(arguments, partial(_once, arguments))
-    except (Forbidden, NotFound, ServiceUnavailable, Unauthenticated, WrongService) as error:
-        hint = ""
-        if isinstance(error, NotFound):
-            hint = "; name the service's own URL, not that of a rank, and a service as new as this"
-        print(f"error: {error.message}{hint}", file=sys.stderr)
+    except (Forbidden, ServiceUnavailable, Unauthenticated, WrongService) as error:
+        print(f"error: {error.message}", file=sys.stderr)
         return 2
 
 
