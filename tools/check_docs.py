@@ -93,7 +93,7 @@ def links(page: str) -> Iterator[str]:
 
 def paths(page: str) -> Iterator[str]:
     """Yield files and folders, with a function's name behind a colon or without, that are not."""
-    pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w/.-]*)(?::(\w+))?`"
+    pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w/.-]*)(?:::?(\w+))?`"
     for path, function in re.findall(pattern, text_of(page)):
         file = ROOT / path
         known = file.exists() and (not function or function in defined_in(file))
