@@ -123,7 +123,12 @@ def commands(page: str) -> Iterator[str]:
                 words = shlex.split(whole, comments=True)
             except ValueError:  # a quotation goes on in the next line
                 continue
-            if whole.startswith("any-agent ") and (said := refusal(words[1:])):
+            at = next((k for k, word in enumerate(words) if Path(word).name == "any-agent"), None)
+            if (
+                at is not None
+                and words[0] not in ("git", "cd")
+                and (said := refusal(words[at + 1 :]))
+            ):
                 yield f"{whole}: {said}"
             whole = ""
 
@@ -152,6 +157,10 @@ def settings() -> Iterator[str]:
     )
     yield from differing("setting", (name for name, *_ in rows), known_keys())
     yield from (f"{name} is not explained" for name, *cells in rows if not all(cells))
+    sections = {key.partition(".")[0] for key in known_keys() if "." in key}
+    deploy = re.findall(r"`((\w+)\.\w+)(?:[=:][^`]*)?`", text_of("docs/how-to/deploy.md"))
+    asked = {name for name, section in deploy if section in sections} - {"train.py"}
+    yield from (f"deploy.md: there is no setting {name}" for name in asked - set(known_keys()))
     given = [f"{name}={text}" for name, _, text, _ in rows if text != '""' and text[0] != "("]
     # Naming any of this section's settings switches it on.
     if load_config(None, given, environ={}) != load_config(None, ["train.lora={}"], environ={}):
