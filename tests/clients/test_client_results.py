@@ -1,4 +1,4 @@
-"""results.json, the table of clients, the blocks of docs/how-to/connect and all pins are in step."""
+"""results.json, the table of clients, the blocks of docs/how-to/connect and pins are in step."""
 
 from __future__ import annotations
 
