@@ -18,14 +18,8 @@ from any_agent.demo.state import Measures, Tally
 from any_agent.demo.task import DISCOUNT, ECHO, TaskTurn, items
 from any_agent.errors import AgentFailed
 from any_agent.record import propagate_rewards
-from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
-    Interaction,
-    id_array,
-    logprob_array,
-)
 from tests.support.errors import fails_with
+from tests.support.journal import make_interaction
 from tests.support.proxy import Proxy, config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -42,19 +36,8 @@ def turns_of(count: int, tokens: int = 2) -> list[TaskTurn]:
 def returns(given: dict[str, float], turns: int) -> list[float]:
     """What each turn of a chain is worth once rewards have run back through it."""
     nodes = [
-        Interaction(
-            id=f"turn-{k}",
-            session_id="s",
-            parent_id=f"turn-{k - 1}" if k else None,
-            prompt_delta_ids=id_array([1]),
-            output_ids=id_array([2]),
-            output_logprobs=logprob_array([-1.0]),
-            output_versions=id_array([0]),
-            message_delta=[{"role": "user", "content": str(k)}],
-            output_message={"role": "assistant", "content": str(k)},
-            finish_reason="stop",
-            gconfig=GenerationHyperparameters(),
-            continuation=Continuation.EXACT if k else Continuation.ROOT,
+        replace(
+            make_interaction(f"turn-{k}", "s", f"turn-{k - 1}" if k else None),
             reward=given.get(f"turn-{k}"),
         )
         for k in range(turns)

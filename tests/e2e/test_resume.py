@@ -136,8 +136,8 @@ def run_dying(
     real = launching.trainer_arguments
     monkeypatch.setattr(launching, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
     # A part that dies so often ends a service, which is another promise.
-    for limit in ("_MAX_RESTARTS", "_MAX_FAILURES", "_MAX_DEATHS"):
-        monkeypatch.setattr(component, limit, 1000)
+    for name in [name for name in vars(component) if name.lstrip("_").startswith("MAX_")]:
+        monkeypatch.setattr(component, name, 1000)
     marks.mkdir()
     with Node(config, NodeOptions(say=lambda _: None)) as node:
         asyncio.run(drive(node, limit=LIMIT + 60 * len(deaths)))
