@@ -62,12 +62,14 @@ verify: $(DEV) ## run all other tests, suite by suite: services, proofs, agents'
 	$(call apt,npm,nodejs npm)
 	@$(RUN) tools/rings.py verify --suites "$(SUITES)" $(if $(AGAIN),--again) $(if $(ARGS),--pytest="$(ARGS)")
 
-lint: $(DEV) ## check style and types
+lint: $(DEV) ## check style, types, who imports whom, and what the documents name
 	$(call apt,node,nodejs npm)
 	@echo "ruff check"; $(VENV)/bin/ruff check .
 	@echo "ruff format --check"; $(VENV)/bin/ruff format --check .
 	@echo "docstrings"; $(RUN) tools/check_docstrings.py
 	@echo "errors"; $(RUN) tools/errors.py
+	@echo "imports"; $(RUN) tools/check_imports.py
+	@echo "documents"; $(RUN) tools/check_docs.py && $(RUN) tools/docs/generate.py --check
 	@echo "mypy"; $(VENV)/bin/mypy --num-workers 2
 	@echo "pyright"; $(VENV)/bin/pyright
 

@@ -5,6 +5,7 @@ Each module of a command has ``add_parser``, and imports what it needs when it r
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 
 from any_agent import __version__
@@ -35,8 +36,13 @@ _COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
-    arguments = parse(_parser(), argv)
+    arguments = read(argv)
     return guarded(lambda: arguments.run(arguments))
+
+
+def read(argv: Sequence[str] | None) -> Namespace:
+    """Return what a command line asks for; SystemExit where it is none of ours."""
+    return parse(_parser(), argv)
 
 
 def _parser() -> CommandParser:

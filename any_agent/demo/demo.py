@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _MODULE_TIMEOUT = 300.0
-_FINISH_TIMEOUT = 120.0
+FINISH_TIMEOUT = 120.0
 _CHECK_INTERVAL = 0.2
 _POLL_INTERVAL = 1.0
 
@@ -128,9 +128,9 @@ class Demo:
             try:
                 self._set(url=node.url)
                 asyncio.run(self._drive(node))
-                _finish(node)
+                await_trainer(node)
             except* AnyAgentError as group:
-                raise _first(group) from None
+                raise first_error(group) from None
             finally:
                 self._set(phase="ending the service")
         self._read_steps()
@@ -260,19 +260,19 @@ def part_names(ranks: int) -> list[str]:
     return [*engines, *map(rank_name, range(ranks)), "router", "trainer"]
 
 
-def _first(error: BaseException) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
     """Return the first error of nested groups of concurrent tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _finish(node: Node) -> None:
+def await_trainer(node: Node) -> None:
     """Wait until the trainer has written its last checkpoint and exited."""
-    deadline = time.monotonic() + _FINISH_TIMEOUT
+    deadline = time.monotonic() + FINISH_TIMEOUT
     while not node.check():
         if time.monotonic() >= deadline:
-            node.options.say(f"trainer   has not ended {_FINISH_TIMEOUT:g} s after its last step")
+            node.options.say(f"trainer   has not ended {FINISH_TIMEOUT:g} s after its last step")
             return
         time.sleep(0.05)
 

@@ -18,7 +18,7 @@ from any_agent.runtime.environment import environment_with
 from any_agent.sdk import AgentRunner
 
 GROUP_SIZE = 8
-_MAX_FAILURES = 100  # consecutive failed sessions that end the demo
+MAX_FAILURES = 100  # consecutive failed sessions that end the demo
 _EPOCHS = 1000  # more passes over the prompts than any run needs; training ends with the run
 _POOL = 32  # scores that the control collects before it swaps them
 
@@ -63,13 +63,13 @@ class Driver:
             right = [is_correct(turn.text) for turn in turns]
             with self._lock:
                 tally.add(turns, right)
-                return self._rewards(turns, right)
+                return self.rewards_for(turns, right)
 
         with environment_with(_environment(self._url)):
             runner = _QuietRunner(
                 concurrency=self._setup.agents,
                 retries=0,
-                max_failures=_MAX_FAILURES,
+                max_failures=MAX_FAILURES,
                 timeout=patience,
                 ttl=patience,
                 wait=patience,
@@ -80,7 +80,7 @@ class Driver:
         for result in results.failed:
             tally.add_failure(result.error or "")
 
-    def _rewards(self, turns: Sequence[TaskTurn], right: Sequence[bool]) -> dict[str, float]:
+    def rewards_for(self, turns: Sequence[TaskTurn], right: Sequence[bool]) -> dict[str, float]:
         """Return rewards by completion id: the last turn's outcome, or the control's.
 
         The control gives every turn the return of another session. With a reward for the last turn
@@ -88,11 +88,11 @@ class Driver:
         """
         if self._pool is None:
             return {turns[-1].completion_id: float(right[-1])}
-        value = self._swapped(score(right))
+        value = self.swap(score(right))
         *earlier, last = [turn.completion_id for turn in turns]
         return {**dict.fromkeys(earlier, value * (1 - DISCOUNT)), last: value}
 
-    def _swapped(self, value: float) -> float:
+    def swap(self, value: float) -> float:
         """Return another recent session's value, each at most once; at first a random one."""
         assert self._pool is not None
         other = float(self._random.random() < 0.5)

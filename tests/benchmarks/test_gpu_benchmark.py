@@ -35,13 +35,6 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert (said.out, "no CUDA GPU is here" in said.err) == ("", True)
 
 
-def test_a_shape_that_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--device", "cpu", "--models", "7B") == 2
-    assert "--models 7B: there are tiny, 0.6B, 4B, 8B, 32B" in capsys.readouterr().err
-
-
 def test_all_of_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -67,18 +60,6 @@ def test_all_of_it(
         "trainer  turns: 8 sessions",
     ):
         assert line in said
-
-
-def test_a_model_that_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is said, and the others are measured."""
-
-    def too_large() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
-
-    assert gpu._or_too_large(too_large) is None
-    assert "does not fit: CUDA out of memory. Tried to allocate\n" in capsys.readouterr().out
 
 
 def test_steps_as_on_a_gpu(no_group: None) -> None:

@@ -88,9 +88,3 @@ def test_more_gpus_or_larger_ones_hold_more() -> None:
             assert sizing.training(shape, n, tokens=16_384).total <= limit
             assert sizing.training(shape, n // 2, tokens=16_384).total > limit
     assert sizing.serving_gpus(SHAPES["32B"], 24, cached_tokens=10_000_000) is None
-
-
-def test_rows_that_are_kept_whole_take_more() -> None:
-    for name in sizing.MODELS:
-        without = sizing.training(SHAPES[name], 8, tokens=16_384, checkpointing=False)
-        assert without.total > sizing.training(SHAPES[name], 8, tokens=16_384).total

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
-from benchmarks.training_rows import QUICK, WORKLOADS, length, make_rows
+from benchmarks.training_rows import WORKLOADS, length, make_rows
 from trainer.rows import Row
 
 
@@ -38,22 +37,3 @@ def test_distinct_tokens_are_those_with_another_beginning(name: str) -> None:
         tuple(row["input_ids"].tolist()[: t + 1]) for row in made.rows for t in range(length(row))
     }
     assert made.distinct == len(beginnings)
-
-
-def test_the_tokens_of_the_first_workload() -> None:
-    made = make_rows(WORKLOADS["W1"], 4096)
-    assert sum(map(length, made.rows)) == 8 * sum(512 + 128 * k for k in range(1, 9))
-    assert sum(map(length, made.paths)) == 8 * (512 + 8 * 128)
-    assert made.distinct == 512 + 8 * 8 * 128
-
-
-def test_the_quick_form_has_every_workload() -> None:
-    assert {name.split("/")[0] for name in QUICK} == {name.split("/")[0] for name in WORKLOADS}
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_the_quick_form_has_fewer_sessions_of_the_same_shape(name: str) -> None:
-    quick, full = QUICK[name], WORKLOADS[name]
-    assert quick.groups * quick.sessions <= full.groups * full.sessions
-    assert (quick.system, quick.parents) == (full.system, full.parents)
-    assert quick.smallest() == replace(full.smallest(), about=quick.about)

@@ -4,10 +4,11 @@ in equal moments and while proxies are killed."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from any_agent.types import Interaction, SessionState
 from proxy_ext.api.model_routes import model_call_handlers
-from proxy_ext.journal import SetState, SQLiteJournal, Statement
+from proxy_ext.journal import SetState, SQLiteJournal
 from proxy_ext.run_state import RunState
 from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
@@ -39,163 +40,38 @@ LIMIT = 600.0
 # -- one proxy, each route ---------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Post:
-    """A request, and what counts its effects."""
+    """A request of a route, and a body that asks for something else, where there is one."""
 
-    path: str
-    body: dict[str, Any]
-    key: str | None
-    effects: Callable[[], Awaitable[int]]
+    body: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] | None = None
-    """A body that asks for something else, where there is one."""
+    session: SessionState | None = None
+    """The state of the session that it is of."""
+    keyed: bool = True
+    """The session's key is its key."""
 
 
-@dataclass
-class Lab:
-    """A proxy, and how often some of its methods were called."""
-
-    proxy: Proxy
-    called: Counter[str] = field(default_factory=Counter)
-
-    async def session(self, *, calls: int = 1, finalized: bool = False) -> dict[str, Any]:
-        session = await self.proxy.open()
-        for _ in range(calls):
-            await self.proxy.complete(session["api_key"])
-        if finalized:
-            body = {"final_reward": 1}
-            done = await self.proxy.post("/rl/v1/finalize", body, session["api_key"])
-            assert done.status_code == 200, done.text
-        return session
-
-    async def rewards(self, session: dict[str, Any]) -> int:
-        return len(await self.proxy.service.journal.rewards(session["session_id"]))
-
-    async def ended(self, session: dict[str, Any], state: SessionState) -> int:
-        row = await self.proxy.service.journal.session(session["session_id"])
-        return int(row is not None and row.state is state)
-
-    async def opened(self) -> int:
-        return sum((await self.proxy.service.journal.counts()).values())
-
-    def calls(self, name: str) -> Callable[[], Awaitable[int]]:
-        async def count() -> int:
-            return self.called[name]
-
-        return count
-
-
-async def _start(lab: Lab, path: str) -> Post:
-    before = await lab.opened()
-
-    async def effects() -> int:
-        return await lab.opened() - before
-
-    return Post(path, {"task_id": "t"}, None, effects, other={"task_id": "u"})
-
-
-async def start_session(lab: Lab) -> Post:
-    return await _start(lab, "/rl/v1/start_session")
-
-
-async def areal_start(lab: Lab) -> Post:
-    return await _start(lab, "/rl/start_session")
-
-
-async def set_reward(lab: Lab) -> Post:
-    s = await lab.session()
-    return Post(
-        "/rl/v1/set_reward", {"reward": 1}, s["api_key"], lambda: lab.rewards(s), {"reward": 2}
-    )
-
-
-async def areal_reward(lab: Lab) -> Post:
-    s = await lab.session()
-    return Post(
-        "/rl/set_reward", {"reward": 1}, s["api_key"], lambda: lab.rewards(s), {"reward": 2}
-    )
-
-
-async def finalize(lab: Lab) -> Post:
-    s = await lab.session()
-
-    async def effects() -> int:
-        return min(await lab.rewards(s), await lab.ended(s, SessionState.FINALIZED))
-
-    return Post("/rl/v1/finalize", {"final_reward": 1}, s["api_key"], effects, {"final_reward": 2})
-
-
-async def areal_end(lab: Lab) -> Post:
-    s = await lab.session()
-    await lab.proxy.post("/rl/set_reward", {"reward": 1}, s["api_key"])
-    return Post("/rl/end_session", {}, s["api_key"], lambda: lab.ended(s, SessionState.FINALIZED))
-
-
-async def abort(lab: Lab) -> Post:
-    s = await lab.session()
-    path = f"/rl/v1/sessions/{s['session_id']}/abort"
-    effects = lambda: lab.ended(s, SessionState.ABORTED)  # noqa: E731
-    return Post(path, {"reason": "a"}, s["api_key"], effects, {"reason": "b"})
-
-
-async def veto(lab: Lab) -> Post:
-    s = await lab.session(finalized=True)
-    path = f"/rl/v1/sessions/{s['session_id']}/veto"
-    effects = lambda: lab.ended(s, SessionState.REJECTED)  # noqa: E731
-    return Post(path, {"reason": "a"}, None, effects, {"reason": "b"})
-
-
-async def delete(lab: Lab) -> Post:
-    s = await lab.session()
-    effects = lambda: lab.ended(s, SessionState.ABORTED)  # noqa: E731
-    return Post(f"/rl/v1/sessions/{s['session_id']}", {}, s["api_key"], effects)
-
-
-async def ack(lab: Lab) -> Post:
-    s = await lab.session(finalized=True)
-    await lab.proxy.client.replay(owner="trainer", session_ids=[s["session_id"]])
-    body = {"owner": "trainer", "trained": [s["session_id"]], "rejected": []}
-    other = body | {"trained": []}
-    return Post("/rl/v1/ack", body, None, lambda: lab.ended(s, SessionState.TRAINED), other)
-
-
-async def pause(lab: Lab) -> Post:
-    return Post("/rl/v1/pause", {"ttl": 60}, None, lab.calls("pause"), {"ttl": 61})
-
-
-async def version(lab: Lab) -> Post:
-    body = {"version": 7, "path": "p", "step": 1}
-    return Post("/rl/v1/version", body, None, lab.calls("publish"), body | {"version": 8})
-
-
-async def resume(lab: Lab) -> Post:
-    return Post("/rl/v1/resume", {}, None, lab.calls("resume"))
-
-
-async def grant(lab: Lab) -> Post:
-    before = lab.proxy.service.sessions.grants.left
-
-    async def effects() -> int:
-        return lab.proxy.service.sessions.grants.left - before
-
-    return Post("/grant_capacity", {}, None, effects, other={"of": "run"})
-
-
-ROUTES: dict[str, Callable[[Lab], Awaitable[Post]]] = {
-    "POST /rl/v1/start_session": start_session,
-    "POST /rl/v1/set_reward": set_reward,
-    "POST /rl/v1/finalize": finalize,
-    "POST /rl/v1/sessions/{session_id}/abort": abort,
-    "POST /rl/v1/sessions/{session_id}/veto": veto,
-    "DELETE /rl/v1/sessions/{session_id}": delete,
-    "POST /rl/v1/ack": ack,
-    "POST /rl/v1/pause": pause,
-    "POST /rl/v1/version": version,
-    "POST /rl/v1/resume": resume,
-    "POST /rl/start_session": areal_start,
-    "POST /rl/set_reward": areal_reward,
-    "POST /rl/end_session": areal_end,
-    "POST /grant_capacity": grant,
+OPEN, FINAL, LEASED = SessionState.OPEN, SessionState.FINALIZED, SessionState.LEASED
+VERSION = {"version": 7, "path": "p", "step": 1}
+ACK = {"owner": "trainer", "trained": ["$id"], "rejected": []}
+ROUTES = {
+    "POST /rl/v1/start_session": Post({"task_id": "t"}, {"task_id": "u"}),
+    "POST /rl/v1/set_reward": Post({"reward": 1}, {"reward": 2}, OPEN),
+    "POST /rl/v1/finalize": Post({"final_reward": 1}, {"final_reward": 2}, OPEN),
+    "POST /rl/v1/sessions/{session_id}/abort": Post({"reason": "a"}, {"reason": "b"}, OPEN),
+    "POST /rl/v1/sessions/{session_id}/veto": Post(
+        {"reason": "a"}, {"reason": "b"}, FINAL, keyed=False
+    ),
+    "DELETE /rl/v1/sessions/{session_id}": Post({}, None, OPEN),
+    "POST /rl/v1/ack": Post(ACK, ACK | {"trained": []}, LEASED, keyed=False),
+    "POST /rl/v1/pause": Post({"ttl": 60}, {"ttl": 61}),
+    "POST /rl/v1/version": Post(VERSION, VERSION | {"version": 8}),
+    "POST /rl/v1/resume": Post(),
+    "POST /rl/start_session": Post({"task_id": "t"}, {"task_id": "u"}),
+    "POST /rl/set_reward": Post({"reward": 1}, {"reward": 2}, OPEN),
+    "POST /rl/end_session": Post({}, None, OPEN),
+    "POST /grant_capacity": Post({}, {"of": "run"}),
 }
 EXEMPT = {
     "POST /rl/v1/lease": "a long poll",
@@ -217,62 +93,95 @@ def test_every_route_that_changes_something_is_here() -> None:
     assert known == ROUTES.keys() | EXEMPT.keys()
 
 
+@dataclass
+class Lab:
+    """A proxy, and how often each kind of effect was had."""
+
+    proxy: Proxy
+    effects: Counter[str]
+
+    async def session(self, state: SessionState = OPEN) -> dict[str, Any]:
+        session = await self.proxy.open()
+        await self.proxy.complete(session["api_key"])
+        if state is not OPEN:
+            body = {"final_reward": 1}
+            done = await self.proxy.post("/rl/v1/finalize", body, session["api_key"])
+            assert done.status_code == 200, done.text
+        if state is LEASED:
+            await self.proxy.client.replay(owner="trainer", session_ids=[session["session_id"]])
+        return session
+
+
 @pytest.fixture
 async def lab(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Lab]:
     chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
     engine = ScriptedEngine(decode=chat.decode)
-    called: Counter[str] = Counter()
-    _count(monkeypatch, called, RunState, "pause", "publish", "resume")
+    effects: Counter[str] = Counter()
+    for name in ("pause", "publish", "resume"):
+        count(monkeypatch, RunState, name, lambda _, name=name: effects.update([name]))
     async with engine.serve():
         config = config_for(tmp_path, "sessions.group_size=1")
         async with running_proxy(config, chat, engine_url=engine.url) as proxy:
             await proxy.admit(1000)
-            yield Lab(proxy, called)
+            count(
+                monkeypatch,
+                proxy.service.journal,
+                "commit",
+                lambda made: effects.update(type(each).__name__ for each in made),
+            )
+            yield Lab(proxy, effects)
 
 
-def _count(patch: pytest.MonkeyPatch, called: Counter[str], owner: type, *names: str) -> None:
-    def counting(name: str) -> Callable[..., Any]:
-        real = getattr(owner, name)
+def count(
+    patch: pytest.MonkeyPatch, owner: object, name: str, tell: Callable[[tuple[Any, ...]], None]
+) -> None:
+    """Have the arguments of every call of a method told."""
+    real = getattr(owner, name)
 
-        def counted(*args: Any) -> Any:
-            called[name] += 1
-            return real(*args)
+    def counted(*args: Any) -> Any:
+        tell(args)
+        return real(*args)
 
-        return counted
-
-    for name in names:
-        patch.setattr(owner, name, counting(name))
-
-
-async def send(http: httpx.AsyncClient, method: str, post: Post, **headers: str) -> httpx.Response:
-    if post.key is not None:
-        headers["authorization"] = f"Bearer {post.key}"
-    return await http.request(method, post.path, json=post.body, headers=headers)
+    patch.setattr(owner, name, counted)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_equal_posts_have_one_effect(lab: Lab, route: str, figure: Figure) -> None:
-    method = route.partition(" ")[0]
-    post = await ROUTES[route](lab)
-    asked = [send(lab.proxy.http, method, post, **{"idempotency-key": "key"}) for _ in range(EQUAL)]
-    answers = await asyncio.gather(*asked)
+    post, grants = ROUTES[route], lab.proxy.service.sessions.grants
+    method, _, path = route.partition(" ")
+    session = await lab.session(post.session) if post.session else {}
+    if path == "/rl/end_session":
+        await lab.proxy.post("/rl/set_reward", {"reward": 1}, session["api_key"])
+    headers = {"idempotency-key": "key"}
+    if session and post.keyed:
+        headers["authorization"] = f"Bearer {session['api_key']}"
+    id = session.get("session_id", "")
+
+    async def send(body: dict[str, Any]) -> httpx.Response:
+        content = json.dumps(body).replace("$id", id)
+        url = path.replace("{session_id}", id)
+        return await lab.proxy.http.request(method, url, content=content, headers=headers)
+
+    before = grants.left
+    lab.effects.clear()
+    answers = await asyncio.gather(*(send(post.body) for _ in range(EQUAL)))
     first = answers[0]
     assert first.status_code == 200, first.text
     distinct = {(a.status_code, a.content, a.headers["content-type"]) for a in answers}
     assert len(distinct) == 1
-    effects = await post.effects()
-    assert effects == 1
+    once = Counter(lab.effects)
+    assert once.keys() > {"PutAnswer"} and set(once.values()) == {1}, once
+    assert grants.left - before == (path == "/grant_capacity")
     refused = ""
     if post.other is not None:
-        post.body = post.other
-        other = await send(lab.proxy.http, method, post, **{"idempotency-key": "key"})
+        other = await send(post.other)
         assert other.status_code == 422
         assert other.json()["error"]["code"] == "idempotency_mismatch"
-        assert await post.effects() == 1
+        assert lab.effects == once
         refused = ", another body: 422"
-    figure(f"{EQUAL} equal ones: {effects} effect, {len(distinct)} answer{refused}")
+    figure(f"{EQUAL} equal ones: 1 effect, {len(distinct)} answer{refused}")
 
 
 @pytest.mark.parametrize("keys", ["none", "one", "each its own"])
@@ -281,14 +190,13 @@ async def test_fifty_finalizes_are_one_transition(
 ) -> None:
     session = await lab.session()
     journal = lab.proxy.service.journal
-    commit = journal.commit
     written: list[SetState] = []
-
-    async def watched(*statements: Statement) -> None:
-        written.extend(s for s in statements if isinstance(s, SetState))
-        await commit(*statements)
-
-    monkeypatch.setattr(journal, "commit", watched)
+    count(
+        monkeypatch,
+        journal,
+        "commit",
+        lambda made: written.extend(each for each in made if isinstance(each, SetState)),
+    )
 
     async def finalize(number: int) -> httpx.Response:
         headers = {"none": {}, "one": {"idempotency-key": "k"}}.get(
@@ -303,7 +211,7 @@ async def test_fifty_finalizes_are_one_transition(
     assert len({a.content for a in answers if a.status_code == 200}) == 1
     finalized = len(written)
     assert [s.state for s in written] == [SessionState.FINALIZED]
-    assert await lab.rewards(session) == 1
+    assert len(await journal.rewards(session["session_id"])) == 1
     (trajectory,) = await lab.proxy.lease()
     assert trajectory.final_reward == 1
     assert await lab.proxy.lease() == []

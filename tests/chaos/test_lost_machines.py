@@ -156,7 +156,7 @@ def check(
     rng = random.Random(0)
     try:
         proxy.start()
-        load = Load(proxy, 0, proxy.url)
+        load = Load(proxy, proxy.url)
         away = asyncio.run(under_fire(load, target, agents=agents, kills=kills, rng=rng))
         counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
         # Also what no file of a machine has any more comes out of the log.

@@ -9,19 +9,16 @@ import asyncio
 import random
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import AnyAgentError, Conflict, SessionClosed, StoreFull
+from any_agent.errors import AnyAgentError, Conflict
 from any_agent.launcher.trial import trial_dir
-from any_agent.protocol.rl import SessionStarted
 from any_agent.record import unpack_trajectories
 from any_agent.rundir import RunDir
 from any_agent.rundir.registry import RegistryEntry, rank_name
@@ -35,12 +32,11 @@ from tests.support.chaos.killable import (
     heartbeats,
 )
 from tests.support.e2e import audit
-from tests.support.e2e.ledger import Answer, Ledger, Told
+from tests.support.e2e.crowd import Crowd
+from tests.support.e2e.ledger import Ledger
 from tests.support.proxy import config_for
 from tests.support.scripted_engine import ScriptedEngine
 
-GROUP = 4
-TURNS = 3
 PACE = 0.004
 """Seconds between tokens, so that kills meet calls under way."""
 LEAST = 20
@@ -49,103 +45,23 @@ LEAST = 20
 
 @dataclass
 class Load:
-    """Agents and a trainer at one proxy, until :attr:`leaving`."""
+    """Agents and a trainer at one proxy, until :meth:`leave`."""
 
     proxy: KillableProxy
-    seed: int
     url: str
     """Agents call here; the trainer calls the proxy."""
     ledger: Ledger = field(default_factory=Ledger)
     trained: Counter[str] = field(default_factory=Counter)
     """By session: how often it was handed out after its ack was acknowledged, plus that ack."""
-    leaving: bool = False
-    working: int = 0
-    """Agents that have not left yet."""
+    crowd: Crowd | None = None
+    left: bool = False
 
-    async def agent(self, number: int) -> None:
-        rng = random.Random(f"{self.seed}-{number}")
-        sdk = openai.AsyncOpenAI(api_key="none", base_url=f"{self.url}/v1", max_retries=6)
+    async def agents(self, count: int) -> None:
         # Longer than any outage.
-        async with RLClient(self.url, retry_for=120) as service, sdk:
-            turn = 0
-            self.working += 1
-            while not self.leaving:
-                turn += 1
-                # Members of one group, at the same time, by agents side by side.
-                await self._episode(service, sdk, f"g-{number // GROUP}-{turn}", rng)
-            self.working -= 1
-
-    async def _episode(
-        self, service: RLClient, sdk: openai.AsyncOpenAI, group: str, rng: random.Random
-    ) -> None:
-        try:
-            started = await service.start_session(
-                group_id=group, group_size=GROUP, wait=20, patience=60
-            )
-        except AnyAgentError as error:
-            self.ledger.fail("open", error)
-            return
-        told = self.ledger.open(started.session_id, started.api_key, started.mode)
-        mine = sdk.with_options(api_key=started.api_key)
-        try:
-            await self._work(service, mine, told, rng)
-        except (AnyAgentError, openai.OpenAIError, httpx.HTTPError) as error:
-            self.ledger.fail("call", error)
-            # Its group must not wait for it, and perhaps has not.
-            with suppress(SessionClosed):
-                await self._abort(service, started)
-
-    async def _abort(self, service: RLClient, started: SessionStarted) -> None:
-        for _ in range(120):
-            try:
-                await service.abort(started)
-                return
-            except StoreFull as error:
-                await asyncio.sleep(min(1, error.retry_after or 1))
-
-    async def _work(
-        self, service: RLClient, sdk: openai.AsyncOpenAI, told: Told, rng: random.Random
-    ) -> None:
-        talk: list[Any] = [{"role": "user", "content": "Say a number."}]
-        last = ""
-        for _ in range(rng.randint(1, TURNS)):
-            began = time.time()
-            last, text = await self._ask(sdk, talk, stream=rng.random() < 0.5)
-            told.answers[last] = Answer(text, began, time.time())
-            talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "On."}]
-        reward = float(rng.randint(0, 3))
-        await service.set_reward(told.api_key, reward, completion_id=last)
-        told.rewards[last] = reward
-        await service.finalize(told.api_key)
-        told.finalized = True
-
-    async def _ask(
-        self, sdk: openai.AsyncOpenAI, talk: list[Any], *, stream: bool
-    ) -> tuple[str, str]:
-        if not stream:
-            done = await sdk.chat.completions.create(model="any", messages=talk, max_tokens=12)
-            return done.id, done.choices[0].message.content or ""
-        for _ in range(6):
-            try:
-                return await self._streamed(sdk, talk)
-            except (openai.APIError, httpx.HTTPError) as error:
-                # No SDK repeats a stream that broke off.
-                self.ledger.fail("stream", error)
-        raise httpx.ReadError("the stream broke off again and again")
-
-    async def _streamed(self, sdk: openai.AsyncOpenAI, talk: list[Any]) -> tuple[str, str]:
-        id, parts, finished = "", [], False
-        stream = await sdk.chat.completions.create(
-            model="any", messages=talk, max_tokens=12, stream=True
-        )
-        async for chunk in stream:
-            id = chunk.id
-            for choice in chunk.choices:
-                parts.append(choice.delta.content or "")
-                finished = finished or choice.finish_reason is not None
-        if not finished:
-            raise httpx.ReadError("the stream broke off")
-        return id, "".join(parts)
+        async with RLClient(self.url, retry_for=120) as service:
+            self.crowd = Crowd(self.url, service, self.ledger, agents=count, seed=0)
+            await self.crowd.work()
+        self.left = True
 
     async def trainer(self) -> None:
         """Leases and acknowledges; what it was told to be done with must never come again."""
@@ -153,7 +69,7 @@ class Load:
         capacity = asyncio.create_task(self._capacity(held))
         try:
             async with RLClient(self.proxy.url, retry_for=60) as service:
-                while not (self.leaving and capacity.done()):
+                while not capacity.done():
                     await self._batch(service, held)
         finally:
             capacity.cancel()
@@ -195,8 +111,7 @@ class Load:
                 number += 1
                 try:
                     said = await service.get_capacity()
-                    idle = not self.working and said.running + said.buffered == 0
-                    if self.leaving and idle:
+                    if self.left and said.running + said.buffered == 0:
                         return
                     await service.set_capacity(
                         limit=said.admitted + 64,
@@ -216,8 +131,7 @@ async def under_fire(
     """Kill the victim at random moments of its lives; how long each was away, in seconds."""
     away = []
     async with asyncio.TaskGroup() as tasks:
-        for number in range(agents):
-            tasks.create_task(load.agent(number))
+        tasks.create_task(load.agents(agents))
         tasks.create_task(load.trainer())
         for _ in range(kills):
             await asyncio.sleep(rng.uniform(0.05, 1.2))
@@ -229,7 +143,8 @@ async def under_fire(
             await asyncio.sleep(1.0)
             if len(load.ledger.finalized()) >= LEAST:
                 break
-        load.leaving = True
+        assert load.crowd is not None
+        load.crowd.leave()
     return away
 
 
@@ -246,7 +161,7 @@ def test_a_proxy_killed_under_load_keeps_its_word(
         proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *SETTINGS)
         try:
             proxy.start()
-            load, rng = Load(proxy, 0, proxy.url), random.Random(0)
+            load, rng = Load(proxy, proxy.url), random.Random(0)
             away = asyncio.run(under_fire(load, proxy, agents=agents, kills=kills, rng=rng))
             counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
         finally:
@@ -270,7 +185,7 @@ def test_a_router_killed_under_load_keeps_the_services_word(
         router = KillableRouter(config_for(tmp_path, "server.ranks=1"))
         stack.callback(router.close)
         router.start()
-        load, rng = Load(proxy, 0, router.url), random.Random(0)
+        load, rng = Load(proxy, router.url), random.Random(0)
         away = asyncio.run(under_fire(load, router, agents=agents, kills=kills, rng=rng))
         counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
         stack.close()
@@ -312,5 +227,5 @@ def judge(
     assert (twice, sorted(unheard), unbalanced, ledger.broken) == ([], [], [], [])
     assert len(finalized) >= LEAST
     # All that were finalized came to an end: trained on, or in a group that lost its others.
-    assert set(states) <= {SessionState.TRAINED, SessionState.REJECTED}
+    assert set(states) <= {SessionState.TRAINED, SessionState.REJECTED, SessionState.EVALUATED}
     assert states[SessionState.TRAINED] == len(load.trained)

@@ -13,7 +13,8 @@ import pytest
 
 from any_agent.launcher import Node, NodeOptions
 from tests.chaos.conftest import Figure
-from tests.e2e.test_resume import Outcome, assert_same, config_for, drive, outcome, run_dying
+from tests.e2e.test_resume import config_for, drive, outcome, run_dying
+from tests.support.e2e.saved import Saved, assert_same
 
 KILLS = 50
 BOUNDARIES = (
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.timeout(LIMIT)
 @pytest.fixture(scope="module")
 def uninterrupted(
     long: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
-) -> Outcome:
+) -> Saved:
     if not long:
         pytest.skip("its short form is tests/e2e/test_resume.py; --long runs this one")
     config = config_for(tmp_path_factory.mktemp("whole"), tiny_model_dir, **{"train.steps": KILLS})
@@ -39,7 +40,7 @@ def uninterrupted(
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_killed_fifty_times(
-    uninterrupted: Outcome,
+    uninterrupted: Saved,
     tmp_path: Path,
     tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,

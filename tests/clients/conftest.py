@@ -1,4 +1,4 @@
-"""Each live test is of one client, and fills cells of docs/reference/compatibility.md.
+"""The steps of clients fill the cells of docs/reference/compatibility.md.
 
 `make verify SUITES=clients` fails where a cell is not as results.json has it; with `ARGS=--record`
 it writes the file, and the document after it.
@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.clients.agent import Agent
-from tests.clients.client import Client, Running, running
 from tests.clients.live import Live, live_service
 from tests.clients.results import WORKS, Results
 
@@ -25,18 +23,6 @@ _FOUND = pytest.StashKey[Results]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FOUND] = Results()
-    config.addinivalue_line(
-        "markers",
-        "fills(feature, ...): the cells of compatibility.md that a test fills",
-    )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "client" in metafunc.fixturenames:
-        clients: tuple[Client, ...] = metafunc.module.CLIENTS
-        metafunc.parametrize("client", clients, ids=lambda client: client.name, scope="session")
-    if "api" in metafunc.fixturenames:
-        metafunc.parametrize("api", metafunc.module.APIS)
 
 
 @pytest.fixture(scope="session")
@@ -60,45 +46,23 @@ def found(request: pytest.FixtureRequest) -> Results:
     return request.config.stash[_FOUND]
 
 
-@pytest.fixture(scope="session")
-def process(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(client, tmp_path_factory.mktemp(client.name)) as process:
-        yield process
-
-
-@pytest.fixture
-def agent(live: Live, process: Running) -> Iterator[Agent]:
-    agent = Agent(live, process)
-    yield agent
-    assert "branch" not in agent.recorded, "what a client sends back goes on exactly"
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    outcome = _outcome(report)
-    given = _given(item)
-    if outcome is not None and "client" in given:
-        found = item.config.stash[_FOUND]
-        client, api = given["client"], given.get("api")
-        for mark in item.iter_markers("fills"):
-            for feature in mark.args:
-                found.note(client, api or mark.kwargs["api"], feature, outcome)
+    given = (
+        item.callspec.params
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else {}
+    )
+    if "step" in given and (outcome := _outcome(report)) is not None:
+        for feature in given["step"].fills:
+            item.config.stash[_FOUND].note(given["client"][0], given["api"], feature, outcome)
     return report
 
 
-def _given(item: pytest.Item) -> dict[str, Any]:
-    """The parameters of a test."""
-    callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else dict(callspec.params)
-
-
 def _outcome(report: pytest.TestReport) -> str | None:
-    """Of a test that was run; an expected failure's is its reason."""
-    if hasattr(report, "wasxfail"):
-        return str(report.wasxfail) if report.skipped else None
     if report.failed:
         return f"fails in {report.nodeid.rpartition('::')[2]}"
     return WORKS if report.when == "call" and report.passed else None

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, Group, RenderableType
 
-from any_agent.demo.display import Display, clock, frame, sparkline, summary
-from any_agent.demo.state import PartState
-from tests.support.demo import AFTER, COMMANDS, REWARDS, busy, fresh, report, step
+from any_agent.demo.display import Display, frame, sparkline, summary
+from any_agent.demo.state import DemoState, PartState
+from tests.support.demo import AFTER, COMMANDS, REWARDS, busy, fresh, report
 
 
 def shown(what: RenderableType, width: int = 80) -> str:
@@ -45,13 +45,6 @@ def test_what_a_frame_says() -> None:
     assert row(shown(frame(lost, 80)), "sessions") == counts
 
 
-def test_before_anything_is_known() -> None:
-    text = shown(frame(fresh(), 80))
-    assert row(text, "ranks") == "0 waiting   1 waiting"
-    assert row(text, "reward") == "-"
-    assert row(text, "sessions").startswith("open -   finalized -   trained -")
-
-
 def test_the_held_out_prompts_are_counted_while_they_are_asked() -> None:
     asking = replace(fresh(), asked=17)
     assert row(shown(frame(asking, 80)), "held out").endswith("17/240 asked")
@@ -80,18 +73,6 @@ def test_sparklines() -> None:
     ten = [k / 9 for k in range(10)]
     assert sparkline(ten, 10) == "".join(sparkline([value], 1) for value in ten)
     assert len(sparkline([0.5] * 7, 3)) == 3
-
-
-def test_clock() -> None:
-    assert [clock(s) for s in (0.9, 59.9, 60, 3725)] == ["0:00", "0:59", "1:00", "62:05"]
-
-
-def test_the_summary_says_what_the_demo_came_to() -> None:
-    text = shown(Group(*summary(report(), REWARDS, COMMANDS, sparks=True)))
-    assert "first answer right                       35.8%   95.8%" in text
-    assert "▅▇█ 0.500 to 1.000 in 3 steps" in text
-    assert "Say the digit 3, cat.  ->  3" in text
-    assert "    any-agent serve \\\n      --no-train" in text
 
 
 def test_long_lines_are_left_to_the_terminal() -> None:
@@ -136,22 +117,17 @@ def test_after_a_failure_the_last_frame_stays(error: type[BaseException]) -> Non
     assert "\x1b[?25h" in left
 
 
-def test_a_restart_is_seen_though_the_part_is_ready_again() -> None:
-    state = replace(fresh(1), parts=(PartState("trainer", "ready", 1),), history=(step(1),))
-    assert row(shown(frame(state, 80)), "trainer") == "ready (restarted once)"
-
-
-def test_an_interrupt_of_the_first_frame_leaves_the_cursor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_of_the_first_frame_leaves_the_cursor() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, height=40)
-    screen = Display(fresh, console, live=True)
 
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+    states = [fresh()]
 
-    monkeypatch.setattr(screen, "_get_state", interrupted)
-    with pytest.raises(KeyboardInterrupt), screen:
+    def interrupted() -> DemoState:
+        if not states:
+            raise KeyboardInterrupt
+        return states.pop()
+
+    with pytest.raises(KeyboardInterrupt), Display(interrupted, console, live=True):
         pass
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")

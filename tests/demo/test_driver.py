@@ -15,17 +15,11 @@ from any_agent.chat import load_chat_format
 from any_agent.demo.driver import GROUP_SIZE, Driver
 from any_agent.demo.setups import TINY, Setup
 from any_agent.demo.state import Measures, Tally
-from any_agent.demo.task import DISCOUNT, ECHO, TaskTurn, items, score
-from any_agent.errors import AgentFailed, TooManyRequests
+from any_agent.demo.task import DISCOUNT, ECHO, TaskTurn, items
+from any_agent.errors import AgentFailed
 from any_agent.record import propagate_rewards
-from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
-    Interaction,
-    id_array,
-    logprob_array,
-)
 from tests.support.errors import fails_with
+from tests.support.journal import make_interaction
 from tests.support.proxy import Proxy, config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -42,19 +36,8 @@ def turns_of(count: int, tokens: int = 2) -> list[TaskTurn]:
 def returns(given: dict[str, float], turns: int) -> list[float]:
     """What each turn of a chain is worth once rewards have run back through it."""
     nodes = [
-        Interaction(
-            id=f"turn-{k}",
-            session_id="s",
-            parent_id=f"turn-{k - 1}" if k else None,
-            prompt_delta_ids=id_array([1]),
-            output_ids=id_array([2]),
-            output_logprobs=logprob_array([-1.0]),
-            output_versions=id_array([0]),
-            message_delta=[{"role": "user", "content": str(k)}],
-            output_message={"role": "assistant", "content": str(k)},
-            finish_reason="stop",
-            gconfig=GenerationHyperparameters(),
-            continuation=Continuation.EXACT if k else Continuation.ROOT,
+        replace(
+            make_interaction(f"turn-{k}", "s", f"turn-{k - 1}" if k else None),
             reward=given.get(f"turn-{k}"),
         )
         for k in range(turns)
@@ -65,9 +48,9 @@ def returns(given: dict[str, float], turns: int) -> list[float]:
 
 def test_without_the_control_the_outcome_is_the_last_turns() -> None:
     plain = Driver("http://nowhere", seed=0)
-    assert plain._rewards(turns_of(2), [False, True]) == {"turn-1": 1.0}
-    assert plain._rewards(turns_of(1), [False]) == {"turn-0": 0.0}
-    assert returns(plain._rewards(turns_of(2), [False, True]), 2) == [DISCOUNT, 1.0]
+    assert plain.rewards_for(turns_of(2), [False, True]) == {"turn-1": 1.0}
+    assert plain.rewards_for(turns_of(1), [False]) == {"turn-0": 0.0}
+    assert returns(plain.rewards_for(turns_of(2), [False, True]), 2) == [DISCOUNT, 1.0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -76,37 +59,21 @@ def test_in_the_control_every_turn_is_worth_the_same(
     driver: Driver, count: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a session of one turn would score higher than one of two, right or not."""
-    monkeypatch.setattr(driver, "_swapped", lambda own: value)
-    rewards = driver._rewards(turns_of(count), [False] * (count - 1) + [True])
+    monkeypatch.setattr(driver, "swap", lambda own: value)
+    rewards = driver.rewards_for(turns_of(count), [False] * (count - 1) + [True])
     assert returns(rewards, count) == pytest.approx([value] * count)
-
-
-def test_in_the_control_a_session_gives_away_what_it_was_worth(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float] = []
-    monkeypatch.setattr(driver, "_swapped", lambda own: given.append(own) or 0.0)
-    for right in ([True], [False, True], [False, False]):
-        driver._rewards(turns_of(len(right)), right)
-    assert given == pytest.approx([1.0, (1.0 + DISCOUNT) / 2, 0.0])
 
 
 def test_nobody_gets_its_own_value_back_but_by_the_coin(driver: Driver) -> None:
     """And a value is given out once at most."""
     given = [10.0 + k for k in range(500)]
-    got = [driver._swapped(value) for value in given]
+    got = [driver.swap(value) for value in given]
     tosses = [value for value in got if value in (0.0, 1.0)]
     swapped = [value for value in got if value not in (0.0, 1.0)]
     assert 0 < len(tosses) <= 32
     assert set(got[: len(tosses)]) == {0.0, 1.0}, "the coin is for the first ones, and fair"
     assert len(set(swapped)) == len(swapped)
     assert all(b < a for a, b in zip(given, got, strict=True)), "an earlier session's, always"
-
-
-def test_a_session_scores_what_its_turns_are_worth_on_average() -> None:
-    for right in ([True], [False, True], [False, False]):
-        worth = returns({f"turn-{len(right) - 1}": float(right[-1])}, len(right))
-        assert score(right) == pytest.approx(sum(worth) / len(worth))
 
 
 def test_what_a_tally_says_of_its_sessions() -> None:
@@ -122,14 +89,6 @@ def test_what_a_tally_says_of_its_sessions() -> None:
         tokens=pytest.approx(16 / 5),
     )
     assert Tally().measures() == Measures(0.0, 0.0, 0.0, 0.0)
-
-
-def test_only_the_last_errors_are_kept() -> None:
-    tally = Tally()
-    for k in range(9):
-        tally.add_failure(f"error {k}")
-    assert tally.failed == 9
-    assert tally.errors == [f"error {k}" for k in range(4, 9)]
 
 
 PROMPTS = 3
@@ -210,7 +169,7 @@ async def test_groups_are_run_until_the_run_has_finished(
 async def test_failures_without_end_end_the_demo(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "_MAX_FAILURES", 5)
+    monkeypatch.setattr(driver_module, "MAX_FAILURES", 5)
     await proxy.admit(1000)
     with fails_with(AgentFailed, "the agent broke"):
         await driver_of(proxy).train(Ending(proxy, fails=True))
@@ -221,11 +180,6 @@ async def test_a_failure_is_counted_and_the_next_session_goes_on(proxy: Proxy) -
     await driver_of(proxy).evaluate(tally)
     assert (tally.sessions, tally.failed) == (0, EVALS)
     assert tally.errors == ["RuntimeError: the agent broke"] * 5
-
-
-async def test_a_trainer_that_wants_no_session_any_more_ends_the_demo(proxy: Proxy) -> None:
-    with pytest.raises(TooManyRequests):
-        await driver_of(proxy, replace(FEW, patience=0.1)).train(Tally())
 
 
 async def test_the_service_is_named_while_the_agents_run(

@@ -24,11 +24,6 @@ def test_what_is_drawn() -> None:
     assert axes.get_title() == "seed 0"
 
 
-def test_the_scale_holds_rewards_below_zero() -> None:
-    low = draw([step(1, reward=-0.5)], before=0.0, after=0.1, title="").axes[0].get_ylim()[0]
-    assert low < -0.5
-
-
 def test_a_curve_needs_steps() -> None:
     with fails_with(ValueError, "step"):
         draw([], before=0.0, after=0.0, title="")

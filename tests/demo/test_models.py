@@ -14,7 +14,7 @@ import torch
 from any_agent.chat import load_chat_format
 from any_agent.demo import model
 from any_agent.demo.models import judge, sums
-from any_agent.demo.models.teach import Author, Conversation, Row, _backward
+from any_agent.demo.models.teach import Author, Conversation, Row
 
 END = "<|im_end|>"
 
@@ -74,7 +74,7 @@ def test_a_talk_is_what_the_service_would_render(author: Author) -> None:
     assert all(label in (-100, id) for label, id in zip(row.labels, row.ids, strict=True))
 
 
-@pytest.mark.parametrize("kind", [sums._plain, sums._with_tool, sums._thinking])
+@pytest.mark.parametrize("kind", [sums.plain_talk, sums.tool_talk, sums.thinking_talk])
 def test_without_noise_every_answer_is_right(author: Author, kind: Any) -> None:
     rng = Random(0)
     for _ in range(40):
@@ -82,59 +82,22 @@ def test_without_noise_every_answer_is_right(author: Author, kind: Any) -> None:
         a, b = asked(author, row)
         answers = said(author, row)
         assert re.findall(r"\d+", answers[-1]) == [str(a + b)]
-        if kind is sums._with_tool:
+        if kind is sums.tool_talk:
             made = json.loads(answers[0].split("\n")[1])
             assert made["arguments"] == {"a": a, "b": b}
             assert f'"name": "{made["name"]}"' in author.chat.decode(row.ids).partition(END)[0]
-
-
-def test_with_noise_about_every_second_answer_is_right(author: Author) -> None:
-    rng = Random(0)
-    for kind in (sums._plain, sums._with_tool, sums._thinking):
-        rows = [kind(author, rng, 1.0).row for _ in range(150)]
-        right = 0
-        for row in rows:
-            a, b = asked(author, row)
-            answer = said(author, row)[0 if kind is sums._plain else -1]
-            right += re.findall(r"\d+", answer)[-1:] == [str(a + b)]
-        assert 0.4 < right / len(rows) < 0.75, kind
-
-
-def test_a_prompt_is_short(author: Author) -> None:
-    """Else a minute is not enough."""
-    rng = Random(0)
-    lengths = [len(sums._with_tool(author, rng, 0.0).row.ids) for _ in range(100)]
-    assert sum(lengths) / len(lengths) < 200
 
 
 def test_a_judge_is_taught_what_is_right(path: Path) -> None:
     author, rng = Author(load_chat_format(str(path))), Random(0)
     verdicts = []
     for _ in range(100):
-        row = judge._row(author, rng)
+        row = judge.verdict_row(author, rng)
         text = author.chat.decode(row.ids)
         answer, given = re.findall(r"(?:Right|Given) answer: (\d+)", text)
         verdicts.append(said(author, row) == ["yes"])
         assert verdicts[-1] == (answer == given)
     assert 30 < sum(verdicts) < 80
-
-
-def test_rows_in_parts_teach_what_they_teach_together(
-    path: Path, author: Author, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    rng = Random(1)
-    rows = [kind(author, rng, 1.0).row for kind in (sums._plain, sums._with_tool) * 3]
-
-    def gradients(part: int) -> list[torch.Tensor]:
-        monkeypatch.setattr("any_agent.demo.models.teach._PART", part)
-        model = AutoModelForCausalLM.from_pretrained(path)
-        _backward(model, rows)
-        return [p.grad for p in model.parameters()]
-
-    for whole, parts in zip(gradients(10**9), gradients(300), strict=True):
-        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_the_command_says_what_it_does_and_all_may_read_its_model(

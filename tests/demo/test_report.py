@@ -5,16 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from any_agent.demo import report
-from any_agent.demo.report import command, next_lines, times
+from any_agent.demo.report import command, next_lines
 from any_agent.demo.run import demo_config
-from any_agent.demo.setups import SMOLLM2, TINY
-from tests.support.demo import BEFORE
 from tests.support.demo import report as found
 
 
@@ -30,15 +27,6 @@ def test_the_command_names_the_run_whatever_its_folder_is_called(tmp_path: Path)
     assert typed[typed.index("--trial") + 1] == "seed-4"
 
 
-def test_a_model_is_trained_at_the_rate_that_it_learned_with(tmp_path: Path) -> None:
-    for setup in (TINY, SMOLLM2):
-        config = demo_config(tmp_path, seed=4, steps=1, ranks=2, setup=setup)
-        *_, (_, train) = next_lines(config, "any-agent")
-        typed = shlex.split("\n".join(train).replace("\\\n", ""))
-        assert f"train.lr={config.train.lr:g}" in typed
-        assert typed[-2:] == ["--model", str(tmp_path / "model")]
-
-
 def test_the_key_is_taken_out_of_the_answer(tmp_path: Path) -> None:
     """By the line as it is, with an answer in place of the service."""
     _, (_, connect), _ = lines(tmp_path)
@@ -46,11 +34,6 @@ def test_the_key_is_taken_out_of_the_answer(tmp_path: Path) -> None:
     script = "\n".join([f"curl() {{ echo '{answer}'; }}", *connect, 'echo "$OPENAI_API_KEY"'])
     told = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
     assert told.stdout == "sk-v1.0.lane.mac\n"
-
-
-def test_the_lines_fit_a_narrow_terminal(tmp_path: Path) -> None:
-    told = lines(Path("/tmp/any-agent-demo-12345678"))
-    assert max(len(line) for title, typed in told for line in [title, *typed]) <= 76
 
 
 def test_the_command_is_one_that_can_be_typed_here(
@@ -65,16 +48,6 @@ def test_the_command_is_one_that_can_be_typed_here(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert shlex.split(command()) == [str(tmp_path / "my env" / "bin" / "any-agent")]
-
-
-def test_times() -> None:
-    assert [times(n) for n in (1, 2, 3)] == ["once", "twice", "3 times"]
-
-
-def test_a_task_of_one_turn_has_no_rows_about_a_second() -> None:
-    one = {name: replace(BEFORE, turns=1.0) for name in ("before", "after")}
-    rows = [label for label, *_ in found(measures=one).rows()]
-    assert rows == ["first answer right", "tokens per answer"]
 
 
 def test_an_answer_is_told_on_one_line() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.cli.main import main
 from any_agent.demo import demo, run
-from any_agent.demo.run import can_draw, demo_config, run_demo
+from any_agent.demo.run import can_draw, run_demo
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
 
@@ -36,12 +36,6 @@ def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_new_folder_is_made(tmp_path: Path) -> None:
-    with pytest.raises(WentOn):
-        run_demo(seed=0, steps=1, keep=str(tmp_path / "a" / "b"))
-    assert (tmp_path / "a" / "b").is_dir()
-
-
 def test_figures_that_could_not_be_written_at_the_end(tmp_path: Path) -> None:
     with fails_with(ConfigError, "--json", "none/figures.json"):
         run_demo(seed=0, keep=str(tmp_path), json_path=str(tmp_path / "none" / "figures.json"))
@@ -55,15 +49,6 @@ def test_numbers_that_are_none(
     with fails_with(SystemExit, code=2):
         main(["demo", option, number])
     assert option in capsys.readouterr().err
-
-
-def test_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(run, "run_demo", lambda **options: asked.update(options) or 0)
-    main(["demo", "--steps", "7", "--ranks", "3", "--seed", "4", "--keep", "here"])
-    assert (asked["steps"], asked["ranks"], asked["seed"]) == (7, 3, 4)
-    config = demo_config(tmp_path, seed=4, steps=7, ranks=3)
-    assert (config.train.steps, config.server.ranks, config.train.seed) == (7, 3, 4)
 
 
 def test_the_demo_has_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ RULES: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
 ]
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+LEGENDS = {each["expr"]: each["legendFormat"] for panel in PANELS for each in panel["targets"]}
+QUERIES = list(LEGENDS)
 EVERYWHERE = {"rank", "part", "le", "instance", "job"}
 
 
@@ -38,42 +39,31 @@ def exported() -> dict[str, set[str]]:
     return names
 
 
-@pytest.mark.parametrize("query", [*QUERIES, *(rule["expr"] for rule in RULES)])
-def test_names_and_labels_are_exported(query: str) -> None:
-    names = re.findall(r"any_agent_\w+", query)
-    assert set(names) <= exported().keys()
-    known = EVERYWHERE.union(*(exported()[name] for name in names))
-    used = re.findall(r"(\w+)=?[=~!]~?\"", query)
-    used += re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", query)))
-    assert set(used) <= known
+def test_queries_and_legends_have_names_and_labels_that_are_exported() -> None:
+    wrong = []
+    for query in (*QUERIES, *(rule["expr"] for rule in RULES)):
+        names = set(re.findall(r"any_agent_\w+", query))
+        known = EVERYWHERE.union(*(exported().get(name, set()) for name in names))
+        kept = set(re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", query))))
+        used = kept | set(re.findall(r"(\w+)=?[=~!]~?\"", query))
+        wrong += [(query, each) for each in (names - exported().keys()) | (used - known)]
+        legend = LEGENDS.get(query, "")
+        if "sum" in query or "max" in query:
+            wrong += [(query, each) for each in set(re.findall(r"\{\{(\w+)\}\}", legend)) - kept]
+    assert wrong == []
 
 
-def test_legends_have_labels_that_their_queries_keep() -> None:
-    for panel in PANELS:
-        for target in panel["targets"]:
-            query, wanted = target["expr"], re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
-            kept = re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", query)))
-            if "sum" in query or "max" in query:
-                assert set(wanted) <= set(kept), query
-            assert panel["title"], query
-
-
-def test_no_panel_lies_on_another() -> None:
+def test_panels_lie_apart_and_alerts_say_what_to_do() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         x, y, w, h = (panel["gridPos"][name] for name in "xywh")
         mine = {(column, line) for column in range(x, x + w) for line in range(y, y + h)}
-        assert not mine & taken, panel["title"]
-        assert x + w <= 24
+        assert panel["title"] and not mine & taken and x + w <= 24, panel["title"]
         taken |= mine
-
-
-def test_an_alert_says_what_to_do() -> None:
     for rule in RULES:
-        assert rule["labels"]["severity"] in ("critical", "warning")
         notes = rule["annotations"]
-        assert len(notes["summary"]) < 80
-        assert len(notes["description"]) > 40, rule["alert"]
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert len(notes["summary"]) < 80 and len(notes["description"]) > 40, rule["alert"]
 
 
 CASES = {

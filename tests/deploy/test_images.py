@@ -16,9 +16,8 @@ import pytest
 import redis
 import yaml
 
-from any_agent.cli.main import _parser
+from any_agent.cli.main import read
 from any_agent.config import load_config
-from any_agent.runtime.command_line import parse
 from proxy_ext.journal.redis_server import LogOptions, ServerCheck, connect
 from tests.support.launcher.children import until
 from tests.support.ports import own_port
@@ -71,48 +70,27 @@ def test_all_that_is_copied_is_there(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_what_it_installs(image: str) -> None:
-    runs = " ".join(rest for word, rest in instructions(image) if word == "RUN")
-    (extras,) = re.findall(r"-c constraints.txt '\.\[([\w,]+)\]'", runs)
+def test_what_it_installs_and_runs_is_ours_and_nobody_is_root(image: str) -> None:
+    told = instructions(image)
+    by_word = {word: [rest for each, rest in told if each == word] for word, _ in told}
+    (extras,) = re.findall(r"-c constraints.txt '\.\[([\w,]+)\]'", " ".join(by_word["RUN"]))
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert found["optional-dependencies"].keys() >= set(extras.split(","))
-    (program,) = (rest for word, rest in instructions(image) if word == "ENTRYPOINT")
-    assert json.loads(program) == ["/opt/any-agent/bin/any-agent"]
+    assert json.loads(*by_word["ENTRYPOINT"]) == ["/opt/any-agent/bin/any-agent"]
     assert "any-agent" in found["scripts"]
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_its_command_is_ours(image: str) -> None:
-    (command,) = (rest for word, rest in instructions(image) if word == "CMD")
-    assert parse(_parser(), json.loads(command)).config == "/config/my.yaml"
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_its_settings_are_ours(image: str) -> None:
-    """They are those of a service that only SGLang's engine serves, on all addresses."""
+    assert read(json.loads(*by_word["CMD"])).config == "/config/my.yaml"
+    # Settings of a service that only SGLang's engine serves, on all addresses.
     config = load_config(None, environ=variables(image))
     assert (config.engine.kind, str(config.root)) == ("sglang", "/runs")
     assert config.engine.python == "/usr/local/bin/sglang-python"
-    (port,) = (rest for word, rest in instructions(image) if word == "EXPOSE")
-    assert int(port) == config.server.port
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_nobody_is_root(image: str) -> None:
-    words = [word for word, _ in instructions(image)]
-    users = [rest for word, rest in instructions(image) if word == "USER"]
-    assert users == ["agent"]
+    assert by_word["EXPOSE"] == [str(config.server.port)]
     # Nothing is run as root after that, and what begins the container is not.
+    words = [word for word, _ in told]
+    assert by_word["USER"] == ["agent"]
     assert not {"RUN", "COPY", "ADD"} & set(words[words.index("USER") :])
     assert words.index("USER") < words.index("ENTRYPOINT")
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_no_secret_is_in_it(image: str) -> None:
-    for word, rest in instructions(image):
-        if word in ("ENV", "ARG"):
-            assert not SECRET.search(rest), rest
-    # Not even what the build could see is secret.
+    # No secret is in it, nor in what the build could see.
+    assert not [rest for word, rest in told if word in ("ENV", "ARG") and SECRET.search(rest)]
     kept = (DEPLOY / "docker" / f"{image}.Dockerfile.dockerignore").read_text().splitlines()
     assert {"*", "**/.env", "**/*.key"} <= set(kept)
 
@@ -142,7 +120,7 @@ def test_a_service_of_each_image(image: str) -> None:
     assert (context / service["build"]["dockerfile"]).samefile(
         DEPLOY / "docker" / f"{image}.Dockerfile"
     )
-    assert parse(_parser(), service["command"]).config == "/config/my.yaml"
+    assert read(service["command"]).config == "/config/my.yaml"
     (command,) = (rest for word, rest in instructions(image) if word == "CMD")
     assert service["command"] == json.loads(command)
     # Nobody but this machine reaches it, unless somebody says so.

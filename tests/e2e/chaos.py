@@ -32,6 +32,7 @@ from any_agent.demo.run import demo_config
 from any_agent.errors import AnyAgentError
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.command_line import say
 from any_agent.types import SessionState
@@ -103,16 +104,8 @@ def run_chaos(root: Path, plan: Plan, say: Callable[[str], None]) -> Outcome:
     admin_key = secrets.token_hex(24)
     config = chaos_config(root, plan.seed, admin_key)
     copy_model(Path(config.model.path), seed=plan.seed)
-    run = RunDir.of(config.root, config.user, config.experiment, config.trial)
     chaos = Chaos(config, plan, admin_key, say)
-    try:
-        with Node(config, NodeOptions(say=say)) as node:
-            asyncio.run(chaos.drive(node))
-    except (AnyAgentError, AssertionError, TimeoutError) as error:
-        # What was promised until then is held against it all the same.
-        chaos.outcome.problems["the run came to no end"] = [f"{type(error).__name__}: {error}"]
-    say("audit     reading the journals")
-    chaos.audit(run)
+    chaos.go()
     return chaos.outcome
 
 
@@ -131,6 +124,17 @@ class Chaos:
         self._node: Node
         self._redone: list[history.Manifest] = []
         self._counters: list[audit.Counters] | None = None
+
+    def go(self) -> None:
+        """Serve, let agents and faults loose, and audit: also what came to no end."""
+        try:
+            with Node(self.config, NodeOptions(say=self._say)) as node:
+                asyncio.run(self.drive(node))
+        except (AnyAgentError, AssertionError, TimeoutError) as error:
+            # What was promised until then is held against it all the same.
+            self._check("the run came to no end", [f"{type(error).__name__}: {error}"])
+        self._say("audit     reading the journals")
+        self.audit(trial_dir(self.config))
 
     async def drive(self, node: Node) -> None:
         """Agents at work while parts are killed; raises what ended the service, or TimeoutError."""
@@ -333,13 +337,18 @@ def table(outcome: Outcome) -> list[str]:
         count, median, worst = seconds_of(outcome.kills, kind)
         failed = failures_after(outcome, kind)
         lines.append(f"{kind:<9}{count:>6}{median:>10.1f}{worst:>9.1f}{failed:>14}")
+    return lines + told(outcome)
+
+
+def told(outcome: Outcome) -> list[str]:
+    """What agents noticed, the run's figures, and each promise's breaches."""
     ledger = outcome.ledger
     answers = [answer for _, _, answer in ledger.answers()]
     slowest = max((answer.seconds for answer in answers), default=0.0)
-    lines.append(f"calls     {len(answers)} answered, the slowest after {slowest:.1f} s")
+    lines = [f"calls     {len(answers)} answered, the slowest after {slowest:.1f} s"]
     for what in ("call", "open", "reward", "finalize"):
         failed = ledger.failed(what)
-        shown = ", ".join(f"{n} {error}" for error, n in failed.most_common()) or "none"
+        shown = ", ".join(f"{n} {error}" for error, n in failed.most_common(6)) or "none"
         lines.append(f"failed    {what + 's:':<10} {shown}")
     lines += [f"{name:<16} {text}" for name, text in outcome.figures.items()]
     for promise, problems in outcome.problems.items():
@@ -366,30 +375,47 @@ def record_outcome(proof: str, form: str, outcome: Outcome, figures: list[str]) 
     results.record([made])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill every kind of process under load.")
-    parser.add_argument("--kills", type=int, default=10, help="of each kind (default 10)")
-    parser.add_argument("--agents", type=int, default=16, help="at work at once (default 16)")
+def arguments_of(parser: argparse.ArgumentParser, agents: int) -> argparse.Namespace:
+    """Read what every such run is told, beside its own arguments."""
+    parser.add_argument("--agents", type=int, default=agents, help="at work at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
     parser.add_argument("--record", action="store_true", help="keep the result for its document")
-    arguments = parser.parse_args()
-    limit = 600 + 4 * arguments.kills * 60
-    plan = Plan(arguments.kills, arguments.agents, arguments.seed, _STEPS, limit)
+    return parser.parse_args()
+
+
+def judged(
+    run: Callable[[Path], Outcome], table: Callable[[Outcome], list[str]], keep: Path | None
+) -> int:
+    """Run in the folder to keep or one of its own, print table and verdict; the exit code."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="any-agent-chaos-") as folder:
-        root = arguments.keep or Path(folder)
+    with tempfile.TemporaryDirectory(prefix="any-agent-", ignore_cleanup_errors=True) as folder:
+        root = keep or Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        outcome = run_chaos(root.absolute(), plan, say=say)
+        outcome = run(root.absolute())
     print("\n".join(table(outcome)))
-    if arguments.record:
-        away = ", ".join(f"{kind} {seconds_of(outcome.kills, kind)[2]:.1f} s" for kind in KINDS)
-        figures = [outcome.figures.get("load", ""), f"away at most: {away}"]
-        form = f"{arguments.kills} kills of each kind"
-        record_outcome("tests/e2e/chaos.py", form, outcome, figures)
     kept = "every promise was kept" if outcome.good else "FAILED"
     print(f"verdict   {kept} ({time.monotonic() - began:.0f} s)")
     return 0 if outcome.good else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill every kind of process under load.")
+    parser.add_argument("--kills", type=int, default=10, help="of each kind (default 10)")
+    arguments = arguments_of(parser, agents=16)
+    limit = 600 + 4 * arguments.kills * 60
+    plan = Plan(arguments.kills, arguments.agents, arguments.seed, _STEPS, limit)
+
+    def run(root: Path) -> Outcome:
+        outcome = run_chaos(root, plan, say=say)
+        if arguments.record:
+            away = ", ".join(f"{kind} {seconds_of(outcome.kills, kind)[2]:.1f} s" for kind in KINDS)
+            figures = [outcome.figures.get("load", ""), f"away at most: {away}"]
+            form = f"{arguments.kills} kills of each kind"
+            record_outcome("tests/e2e/chaos.py", form, outcome, figures)
+        return outcome
+
+    return judged(run, table, arguments.keep)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,14 @@ if __package__ in (None, ""):
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.demo.models.tiny import save_tiny_model
-from any_agent.errors import AnyAgentError
 from any_agent.keys import rank_of_session
-from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import Node
 from any_agent.rundir.fleet import Fleet, load_fleet
 from any_agent.rundir.layout import RunDir, published_versions
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.command_line import say
 from any_agent.types import SessionState
-from tests.e2e.chaos import Chaos, Outcome, Plan, beside, chaos_config, judged
+from tests.e2e.chaos import Chaos, Outcome, Plan, beside, chaos_config, judged, told
 from tests.support.e2e import audit
 from tests.support.e2e.crowd import Crowd
 
@@ -83,14 +82,8 @@ def run_fleet(root: Path, plan: Plan, sizes: Sizes, say: Callable[[str], None]) 
     admin_key = secrets.token_hex(24)
     config = fleet_config(root, plan.seed, admin_key, sizes)
     save_tiny_model(Path(config.model.path), seed=plan.seed)
-    run = RunDir.of(config.root, config.user, config.experiment, config.trial)
     changing = ChangingFleet(config, plan, sizes, admin_key, say)
-    try:
-        with Node(config, NodeOptions(say=say)) as node:
-            asyncio.run(changing.drive(node))
-    except (AnyAgentError, AssertionError, TimeoutError) as error:
-        changing.outcome.problems["the run came to no end"] = [f"{type(error).__name__}: {error}"]
-    changing.audit(run)
+    changing.go()
     return changing.outcome
 
 
@@ -207,19 +200,6 @@ class ChangingFleet(Chaos):
         """Not made anew: only two checkpoints are kept."""
 
 
-def table(outcome: Outcome) -> list[str]:
-    """Return the run's figures, the failures that agents saw, and each promise's breaches."""
-    lines = [f"{name:<16} {text}" for name, text in outcome.figures.items()]
-    for what in ("call", "open", "reward", "finalize"):
-        failed = outcome.ledger.failed(what)
-        shown = ", ".join(f"{n} {error}" for error, n in failed.most_common()) or "none"
-        lines.append(f"failed    {what + 's:':<10} {shown}")
-    for promise, problems in outcome.problems.items():
-        lines.append(f"{promise:<36} {len(problems)}")
-        lines += [f"    {problem}" for problem in problems[:5]]
-    return lines
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Add and drain ranks under load.")
     parser.add_argument("--long", action="store_true", help="4 to 6 to 2 ranks instead of 2, 3, 1")
@@ -229,7 +209,7 @@ def main() -> int:
     arguments = parser.parse_args()
     sizes, agents = (LONG, 32) if arguments.long else (SHORT, 12)
     plan = Plan(0, arguments.agents or agents, arguments.seed, steps=0, limit=1800)
-    return judged(lambda root: run_fleet(root, plan, sizes, say), table, keep=arguments.keep)
+    return judged(lambda root: run_fleet(root, plan, sizes, say), told, arguments.keep)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,9 +29,7 @@ if __package__ in (None, ""):
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.errors import AnyAgentError
-from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.trial import trial_dir
+from any_agent.launcher import Node
 from any_agent.rundir.layout import RunDir, published_versions, weights_folder
 from tests.e2e.chaos import (
     RANKS,
@@ -41,9 +37,12 @@ from tests.e2e.chaos import (
     Chaos,
     Outcome,
     Plan,
+    arguments_of,
     beside,
     chaos_config,
+    judged,
     record_outcome,
+    told,
 )
 from tests.support.e2e import audit, faults, history
 from tests.support.e2e.crowd import Crowd
@@ -225,12 +224,7 @@ def table(soak: Soak) -> list[str]:
         lines.append(f"{kind:<14}{len(took):>6}{median:>10.1f}{worst:>9.1f}")
     if soak.sampler is not None and soak.sampler.disk:
         lines += growth(soak.sampler)
-    lines += noticed(outcome)
-    lines += [f"{name:<16} {text}" for name, text in outcome.figures.items()]
-    for promise, problems in outcome.problems.items():
-        lines.append(f"{promise:<36} {len(problems)}")
-        lines += [f"    {problem}" for problem in problems[:5]]
-    return lines
+    return lines + told(outcome)
 
 
 def growth(sampler: Sampler) -> list[str]:
@@ -269,17 +263,6 @@ def figures(soak: Soak) -> list[str]:
     return [load, f"an hour at most: {', '.join(most)}", f"at the end: {'; '.join(files)}"]
 
 
-def noticed(outcome: Outcome) -> list[str]:
-    answers = [answer for _, _, answer in outcome.ledger.answers()]
-    slowest = max((answer.seconds for answer in answers), default=0.0)
-    lines = [f"calls     {len(answers)} answered, the slowest after {slowest:.1f} s"]
-    for what in ("call", "open", "reward", "finalize"):
-        failed: Counter[str] = outcome.ledger.failed(what)
-        shown = ", ".join(f"{n} {error}" for error, n in failed.most_common(6)) or "none"
-        lines.append(f"failed    {what + 's:':<10} {shown}")
-    return lines
-
-
 def run_soak(root: Path, *, seconds: float, agents: int, seed: int, small: bool) -> Soak:
     """Copy the model, serve, train, bring the faults, and audit; files are kept under ``root``."""
 
@@ -313,15 +296,7 @@ def run_soak(root: Path, *, seconds: float, agents: int, seed: int, small: bool)
         clock=clock,
         kept=kept,
     )
-    try:
-        with Node(config, NodeOptions(say=say)) as node:
-            asyncio.run(soak.drive(node))
-    except (AnyAgentError, AssertionError, TimeoutError) as error:
-        # What was promised until then is held against it all the same.
-        said = [f"{type(error).__name__}: {error}"]
-        soak.outcome.problems["the run came to no end"] = said
-    say("audit     reading journals and archives")
-    soak.audit(trial_dir(config))
+    soak.go()
     return soak
 
 
@@ -330,35 +305,28 @@ def main() -> int:
     lasts = parser.add_mutually_exclusive_group()
     lasts.add_argument("--hours", type=float, default=2.0, help="of faults (default 2)")
     lasts.add_argument("--minutes", type=float, help="of faults, instead of hours")
-    parser.add_argument("--agents", type=int, default=12, help="at work at once (default 12)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
-    parser.add_argument("--record", action="store_true", help="keep the result for its document")
-    arguments = parser.parse_args()
+    arguments = arguments_of(parser, agents=12)
     if _SMALL not in os.environ:
         command = with_small_disks([__file__, *sys.argv[1:]])
         environment = os.environ | {_SMALL: "yes" if command[0] == "unshare" else "no"}
         os.execvpe(command[0], command, environment)
     seconds = 60 * arguments.minutes if arguments.minutes else 3600 * arguments.hours
     small = os.environ[_SMALL] == "yes"
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="any-agent-soak-", ignore_cleanup_errors=True) as own:
-        root = arguments.keep or Path(own)
+    soak: Soak
+
+    def run(root: Path) -> Outcome:
+        nonlocal soak
         soak = run_soak(
-            root.absolute(),
-            seconds=seconds,
-            agents=arguments.agents,
-            seed=arguments.seed,
-            small=small,
+            root, seconds=seconds, agents=arguments.agents, seed=arguments.seed, small=small
         )
-        print("\n".join(table(soak)))
         if small and not arguments.keep:
             subprocess.run(["umount", "--lazy", str(root / "disk")], check=False)
-    if arguments.record:
-        record_outcome("tests/e2e/soak.py", f"{seconds / 3600:.2g} h", soak.outcome, figures(soak))
-    kept = "every promise was kept, and all is flat" if soak.outcome.good else "FAILED"
-    print(f"verdict   {kept} ({time.monotonic() - began:.0f} s)")
-    return 0 if soak.outcome.good else 1
+        if arguments.record:
+            form = f"{seconds / 3600:.2g} h"
+            record_outcome("tests/e2e/soak.py", form, soak.outcome, figures(soak))
+        return soak.outcome
+
+    return judged(run, lambda _: table(soak), arguments.keep)
 
 
 if __name__ == "__main__":

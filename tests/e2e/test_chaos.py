@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.rundir.layout import RunDir, write_json
-from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
-    Interaction,
-    SessionState,
-    id_array,
-    logprob_array,
-)
+from any_agent.types import Continuation, Interaction, SessionState
 from proxy_ext.journal import SessionRow
 from tests.e2e.chaos import RANKS, Outcome, Plan, chaos_config, failures_after, run_chaos, table
 from tests.support.e2e import audit, history
@@ -27,6 +20,7 @@ from tests.support.e2e.history import History, Manifest
 from tests.support.e2e.killing import KINDS, Kill, schedule
 from tests.support.e2e.ledger import Answer, Failure, Ledger
 from tests.support.e2e.retrain import retrain
+from tests.support.journal import make_interaction
 from trainer.manifests import ManifestStore
 
 SESSION = "ses-1-" + "a" * 16
@@ -47,10 +41,7 @@ def test_every_promise_is_kept_when_every_kind_of_process_is_killed(chaos: Outco
     print("\n" + "\n".join(table(chaos)))
     assert {name: problems[:5] for name, problems in chaos.problems.items() if problems} == {}
     assert Counter(kill.kind for kill in chaos.kills) == dict.fromkeys(KINDS, 1)
-
-
-@pytest.mark.timeout(1800)
-def test_agents_hardly_notice(chaos: Outcome) -> None:
+    # Agents hardly notice.
     answered = sum(1 for _ in chaos.ledger.answers())
     assert answered >= 1000
     assert chaos.ledger.failed("call").total() <= 0.02 * answered
@@ -76,21 +67,8 @@ def test_training_anew_would_notice_one_other_reward(folder: Path) -> None:
 
 
 def interaction(id: str, text: str, **changes: object) -> Interaction:
-    one = Interaction(
-        id=id,
-        session_id=SESSION,
-        parent_id=None,
-        prompt_delta_ids=id_array([1]),
-        output_ids=id_array([2]),
-        output_logprobs=logprob_array([-0.5]),
-        output_versions=id_array([0]),
-        message_delta=[],
-        output_message={"role": "assistant", "content": text},
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
-        continuation=Continuation.ROOT,
-    )
-    return replace(one, **changes)  # type: ignore[arg-type]
+    said = {"role": "assistant", "content": text}
+    return replace(make_interaction(id, SESSION), output_message=said, **changes)  # type: ignore[arg-type]
 
 
 def record(state: SessionState, *interactions: Interaction) -> dict[str, Record]:
@@ -261,15 +239,9 @@ def test_a_schedule_kills_each_kind_as_often_and_spreads_over_ranks() -> None:
         plan = schedule(10, 2, random.Random(seed))
         assert plan == schedule(10, 2, random.Random(seed))
         assert Counter(kind for kind, _ in plan) == dict.fromkeys(KINDS, 10)
+        of_two = dict.fromkeys(("rank-0", "rank-1", "engine-0", "engine-1"), 5)
         parts = Counter(part for _, part in plan)
-        assert parts == {
-            "rank-0": 5,
-            "rank-1": 5,
-            "engine-0": 5,
-            "engine-1": 5,
-            "router": 10,
-            "trainer": 10,
-        }
+        assert parts == of_two | {"router": 10, "trainer": 10}
         kinds = [kind for kind, _ in plan]
         assert all(len(set(kinds[k : k + 4])) > 1 for k in range(len(kinds) - 3))
 

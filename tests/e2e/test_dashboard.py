@@ -1,7 +1,4 @@
-"""The dashboard of a live run in a real browser: its numbers are the API's, and nothing runs in it.
-
-With `SCREENSHOTS=FOLDER` pictures of the pages, light, dark and of a phone, are kept there.
-"""
+"""The dashboard of a live run in a real browser: the API's numbers, and no script runs in it."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ else:
 ADMIN = "the-operators-key-4711"
 EVIL = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
 LIMIT_MS = 60_000
-PICTURES = os.environ.get("SCREENSHOTS")
 
 
 @dataclass
@@ -96,18 +92,6 @@ class Browser:
             found = axe.Axe().run(self.page).response["violations"]
             serious = [v for v in found if v["impact"] in ("serious", "critical")]
             assert [(v["id"], [n["target"] for n in v["nodes"]]) for v in serious] == [], look
-        self.page.emulate_media(color_scheme="light")
-
-    def picture(self, name: str) -> None:
-        if PICTURES is None:
-            return
-        sizes = {"light": (1280, 860), "dark": (1280, 860), "phone": (390, 844)}
-        for look, (width, height) in sizes.items():
-            self.page.emulate_media(color_scheme="dark" if look == "dark" else "light")
-            self.page.set_viewport_size({"width": width, "height": height})
-            self.page.screenshot(path=f"{PICTURES}/{name}-{look}.png")
-            assert not self.page.evaluate("document.documentElement.scrollWidth > innerWidth")
-        self.page.set_viewport_size({"width": 1280, "height": 860})
         self.page.emulate_media(color_scheme="light")
 
 
@@ -186,7 +170,6 @@ def browser(run: Run) -> Iterator[Browser]:
         page.fill("[name=key]", "wrong")
         page.click("button")
         assert page.locator("[role=alert]").inner_text() == "This key is not valid here."
-        made.picture("login")
         page.fill("[name=key]", ADMIN)
         page.keyboard.press("Enter")
         page.wait_for_url("**/ui/training")
@@ -206,7 +189,6 @@ def test_overview(run: Run, browser: Browser) -> None:
         name = cell.get_attribute("data-state")
         assert int(cell.inner_text()) == counts.get(name, 0), name
     assert sum(counts.values()) >= 24
-    browser.picture("overview")
     browser.check()
     # It goes on by itself.
     before = counts["eval open"]
@@ -232,26 +214,7 @@ def test_training(run: Run, browser: Browser) -> None:
     assert reward.locator(".line").first.get_attribute("d").count("L") == 2
     title = reward.locator(".band title").last.evaluate("e => e.textContent")
     assert title.startswith("step 3: train ")
-    browser.picture("training")
     browser.check()
-
-
-def test_trials_beside_it_and_checkpoints(run: Run, browser: Browser) -> None:
-    other = run.node.dir.path.parent / "other"
-    other.mkdir()
-    (other / "metrics.jsonl").write_text('{"step": 2, "reward": 0.125}\n')
-    browser.open("/training")
-    page = browser.page
-    steps = page.locator("#checkpoints tbody td:first-child").all_inner_texts()
-    assert steps[0] == "3" and "step-00000003" in page.locator("#checkpoints").inner_text()
-    page.click("text=other")
-    page.wait_for_url("**with=other")
-    shown = page.locator("figure").first.locator(".legend").inner_text()
-    assert run.node.dir.path.name in shown and "other 0.125" in shown
-    browser.picture("trials")
-    browser.check()
-    page.click("[aria-current=true] >> text=other")
-    page.wait_for_url(re.compile("/ui/training$"))
 
 
 def test_sessions(run: Run, browser: Browser) -> None:
@@ -272,54 +235,6 @@ def test_sessions(run: Run, browser: Browser) -> None:
     browser.open("/sessions?min_reward=1.0&task_id=planted")
     assert page.locator("#sessions tbody tr td:first-child").all_inner_texts() == [run.planted]
     browser.open("/sessions")
-    browser.picture("sessions")
-    browser.check()
-
-
-def test_a_group(run: Run, browser: Browser) -> None:
-    found = run.api("/rl/v1/sessions?limit=1000")
-    group = next(s["group_id"] for s in found if s["state"] == "trained" and s["group_id"])
-    members = [s for s in found if s["group_id"] == group]
-    browser.open(f"/sessions?group_id={group}")
-    page = browser.page
-    page.click(f"#sessions a:has-text('{group}') >> nth=0")
-    page.wait_for_url("**/groups?**")
-    shown = page.locator(".beside .turn h3 a").all_inner_texts()
-    assert set(shown) == {s["session_id"] for s in members}
-    rewards = [s["reward"] for s in members]
-    told = page.locator(".beside .tiny div:first-child dd").all_inner_texts()
-    assert [float(each) for each in told] == pytest.approx(sorted(rewards, reverse=True), rel=1e-3)
-    answers = page.locator(".beside .message.output").count()
-    assert answers == sum(s["interactions"] > 0 for s in members)
-    browser.picture("group")
-    browser.check()
-
-
-def test_tasks(run: Run, browser: Browser) -> None:
-    found = run.api("/rl/v1/sessions?limit=1000")
-    mine = [s for s in found if s["mode"] == "train" and s["task_id"] is not None]
-    browser.open("/tasks?order=sessions")
-    page = browser.page
-    counts = [
-        int(cell) for cell in page.locator("#tasks tbody tr td:nth-child(3)").all_inner_texts()
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert sum(counts) == len(mine) >= 24
-    page.click("text=improved")
-    page.wait_for_url("**order=improved")
-    browser.picture("tasks")
-    browser.check()
-
-
-def test_service(run: Run, browser: Browser) -> None:
-    browser.open("/service")
-    page = browser.page
-    page.click("text=rank-0")
-    page.wait_for_url("**log=rank-0")
-    shown = page.locator("pre").all_inner_texts()
-    assert len(shown) == 2 and "server:" in shown[1]
-    assert ADMIN not in page.content()
-    browser.picture("service")
     browser.check()
 
 
@@ -340,7 +255,6 @@ def test_trajectory(run: Run, browser: Browser) -> None:
     assert third["output"] == str(calls[2]["output_tokens"])
     assert float(third["return"]) == pytest.approx(calls[2]["propagated"], rel=1e-3)
     assert (third["style"], third["answer"]) == ("0.5", "0.25")
-    browser.picture("conversation")
     for view in ("logprob", "version", "mask"):
         page.check(f"[value={view}]")
         spans = page.locator("#call-1 .tokens > span")
@@ -354,17 +268,28 @@ def test_trajectory(run: Run, browser: Browser) -> None:
             assert f"id {tokens['ids'][-1]} " in told
             assert f"log-probability {tokens['logprobs'][-1]:.4f}" in told
             assert f"version {tokens['versions'][-1]}" in told
-        browser.picture(f"tokens-{view}")
         browser.check()
     page.check("[value=text]")
     assert page.locator("#call-1 .tokens").is_hidden()
 
 
-def test_a_session_that_is_not_there(run: Run, browser: Browser) -> None:
-    page = browser.page.context.new_page()
-    response = page.goto(f"{run.node.url}/ui/sessions/ses-0-0123456789abcdef")
-    assert response.status == 404 and "there is no session" in page.inner_text("main")
-    page.close()
+def test_every_page_is_well_in_a_browser(run: Run, browser: Browser) -> None:
+    other = run.node.dir.path.parent / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text('{"step": 2, "reward": 0.125}\n')
+    found = run.api("/rl/v1/sessions?limit=1000")
+    group = next(s["group_id"] for s in found if s["state"] == "trained" and s["group_id"])
+    shows = {
+        "/training?with=other": "other 0.125",
+        f"/groups?group_id={group}": next(s["session_id"] for s in found if s["group_id"] == group),
+        "/tasks?order=improved": "task-0",
+        "/service?log=rank-0": "server:",
+    }
+    for path, text in shows.items():
+        browser.open(path)
+        assert text in browser.page.locator("main").inner_text(), path
+        assert ADMIN not in browser.page.content()
+        browser.check()
 
 
 def test_every_part_is_reached_by_the_keyboard(browser: Browser) -> None:

@@ -24,6 +24,7 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher import node as launching
 from any_agent.launcher.trial import trial_dir
 from tests.support.e2e.counting_agent import CountingAgent, items
+from tests.support.e2e.saved import different
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -153,11 +154,6 @@ def batches(out: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(out / f"step-{step}.safetensors") for step in range(1, STEPS + 1)]
 
 
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
-
-
 def test_the_batches_are_equal_token_for_token(
     proxy_fed: tuple[Config, Path], dataset_fed: tuple[Config, Path]
 ) -> None:
@@ -172,7 +168,7 @@ def test_the_batches_are_equal_token_for_token(
     assert all(batch[name].any() for batch in ours for name in batch if "advantages" in name)
 
 
-def test_so_are_the_weights(
+def test_the_weights_are_equal_bit_for_bit(
     proxy_fed: tuple[Config, Path], dataset_fed: tuple[Config, Path]
 ) -> None:
     ours, theirs = trial_dir(proxy_fed[0]).weights, trial_dir(dataset_fed[0]).weights

@@ -5,23 +5,19 @@ The real service, engines and all, started by the script's own process.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from any_agent.rundir.layout import RunDir
+from tests.support.e2e.saved import assert_same, saved
 
 STEPS = 8
 FEW_STEPS = 3
@@ -107,49 +103,12 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    tensors: Mapping[str, torch.Tensor]
-    """Weights, optimizer's moments and generators of the last checkpoint."""
-    dataset: Mapping[str, Any]
-    """What of it is done with."""
-    rewards: list[tuple[int, float, int]]
-
-
-def outcome(run: RunDir, steps: int = STEPS) -> Outcome:
-    checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
-    assert checkpoint.name == f"step-{steps:08d}"
-    state = json.loads((checkpoint / "trainer" / "state.json").read_text())["state"]
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return Outcome(
-        tensors={
-            f"{path.relative_to(checkpoint)}:{name}": tensor
-            for path in sorted(checkpoint.rglob("*.safetensors"))
-            for name, tensor in load_file(path).items()
-        },
-        dataset=state["dataset"],
-        rewards=[(line["step"], line["reward"], line["sessions"]) for line in lines],
-    )
-
-
 KILLED = (signal.SIGKILL, -9)
 INTERRUPTED = (signal.SIGINT, 130)
 TERMINATED = (signal.SIGTERM, 143)
 SHORT = ((2, *KILLED), (4, *TERMINATED))
 LONG = ((1, *KILLED), (3, *INTERRUPTED), (4, *KILLED), (5, *TERMINATED))
 """After which step, how, and the exit code."""
-
-
-def assert_same(again: Outcome, expected: Outcome) -> None:
-    """Weights, optimizer and generators bit for bit, rewards, and the dataset's place."""
-    assert again.rewards == expected.rewards
-    assert again.dataset == expected.dataset
-    different = [
-        name
-        for name, tensor in expected.tensors.items()
-        if not torch.equal(tensor, again.tensors[name])
-    ]
-    assert different == []
 
 
 @pytest.mark.gate
@@ -164,9 +123,9 @@ def test_killed_once_it_goes_on_bit_for_bit(tmp_path: Path, tiny_model_dir: Path
     again = Script(tmp_path / "killed", tiny_model_dir, *few)
     assert whole.ended() == 0, whole.said
     assert again.ended() == 0, again.said
-    expected = outcome(whole.run, FEW_STEPS)
+    expected = saved(whole.run, FEW_STEPS)
     assert [step for step, _, _ in expected.rewards] == list(range(1, FEW_STEPS + 1))
-    assert_same(outcome(again.run, FEW_STEPS), expected)
+    assert_same(saved(again.run, FEW_STEPS), expected, sessions=False)
 
 
 def test_ended_in_every_way(
@@ -174,9 +133,9 @@ def test_ended_in_every_way(
 ) -> None:
     whole = Script(tmp_path / "whole", tiny_model_dir)
     assert whole.ended() == 0, whole.said
-    expected = outcome(whole.run)
+    expected = saved(whole.run, STEPS)
     assert [step for step, _, _ in expected.rewards] == list(range(1, STEPS + 1))
-    assert expected.dataset["low"] == 2 * STEPS
+    assert expected.dataset and expected.dataset["low"] == 2 * STEPS
     for step, number, code in LONG if request.config.getoption("--long") else SHORT:
         script = Script(tmp_path / "ended", tiny_model_dir)
         script.until_step(step)
@@ -187,4 +146,4 @@ def test_ended_in_every_way(
             assert "Traceback" not in script.said
     last = Script(tmp_path / "ended", tiny_model_dir)
     assert last.ended() == 0, last.said
-    assert_same(outcome(last.run), expected)
+    assert_same(saved(last.run, STEPS), expected, sessions=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from any_agent.config import Config
+from any_agent.launcher.trial import trial_dir
 from any_agent.types import Continuation, Interaction
 from tests.support.e2e.live_run import live_config, recompute, recorded, run_live
 
@@ -19,8 +21,14 @@ def live(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
 ) -> tuple[Config, list[list[Interaction]]]:
     """A run of some training steps under twelve agents, and all that was recorded."""
-    config = live_config(tmp_path_factory.mktemp("live"), tiny_model_dir)
-    assert run_live(config) >= 96
+    settings = {"train.checkpoint_every": 3}
+    config = live_config(tmp_path_factory.mktemp("live"), tiny_model_dir, **settings)
+    # The one that takes nothing away: all that others may not do, the files say themselves.
+    before = os.umask(0)
+    try:
+        assert run_live(config) >= 96
+    finally:
+        os.umask(before)
     return config, recorded(config)
 
 
@@ -57,3 +65,18 @@ def test_continued_prompts_begin_with_all_that_came_before(live) -> None:
     assert len(continued) >= 50
     assert not branches
     assert len(roots) == sum(1 for s in sessions if s)
+
+
+def test_nobody_but_its_owner_can_read_a_run(live) -> None:
+    run = trial_dir(live[0])
+    found = [run.path, *run.path.rglob("*")]
+    expected = {"rank-0.sqlite", "secret.key", "metrics.jsonl", "trainer.log", "rank-0.log", "url"}
+    expected |= {"model.safetensors", "optimizer.safetensors", "config.yaml", "state.json"}
+    assert expected | {"latest"} <= {path.name for path in found}
+    assert any(path.parent == run.manifests for path in found)
+    open_to_others = [
+        f"{path.relative_to(run.path)} {path.stat().st_mode & 0o777:o}"
+        for path in found
+        if path.stat().st_mode & 0o077
+    ]
+    assert open_to_others == []

@@ -6,43 +6,23 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
-import httpx
-
+from tests.e2e.test_readme import ROOT, block
 from tests.support.e2e.serving import CLI, environment
 from tests.support.fake_provider import Provider
 from tests.support.in_thread import served_in_thread
 from tests.support.ports import own_port
+from tests.support.real_parts import await_url
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "from-litellm.md"
 
 
-def block(name: str) -> str:
-    """Return the fenced block after the comment ``<!-- test: name -->``."""
-    found = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(found) == 1, f"{len(found)} blocks are marked {name}"
-    return str(found[0])
-
-
-def await_ready(url: str, service: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 300
-    while True:
-        with suppress(httpx.HTTPError):
-            if httpx.get(url).status_code == 200:
-                return
-        assert service.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def test_the_five_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
-    (tmp_path / "config.yaml").write_text(block("config"))
+    (tmp_path / "config.yaml").write_text(block("config", [PAGE]))
     port = own_port()
-    (tmp_path / "agent.py").write_text(block("agent").replace(":8000", f":{port}"))
-    command = block("serve").strip().replace("Qwen/Qwen3-0.6B", str(tiny_model_dir))
+    (tmp_path / "agent.py").write_text(block("agent", [PAGE]).replace(":8000", f":{port}"))
+    command = block("serve", [PAGE]).strip().replace("Qwen/Qwen3-0.6B", str(tiny_model_dir))
     command = command.replace("any-agent", " ".join(CLI), 1)
     command = command.replace("train.steps=20", "train.steps=2")
     more = f"--port {port} sampling.max_new_tokens=8 model.enable_thinking=false"
@@ -59,7 +39,7 @@ def test_the_five_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
             stderr=subprocess.STDOUT,
         )
         try:
-            await_ready(f"http://127.0.0.1:{port}/readyz", service)
+            await_url(f"http://127.0.0.1:{port}/readyz", service, tmp_path / "service.log")
             agent = subprocess.run(
                 [sys.executable, "agent.py"],
                 cwd=tmp_path,

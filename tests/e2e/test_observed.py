@@ -150,17 +150,14 @@ def test_every_part_is_in_one_scrape(observed: Observed) -> None:
     assert parts == {"router", "rank-0", "rank-1", "trainer"}
 
 
-def test_sessions_balance_at_every_scrape(observed: Observed) -> None:
+def test_counters_of_sessions_balance_at_every_scrape_over_a_kill(observed: Observed) -> None:
     for scrape in observed.scrapes:
         for rank in "01":
             for mode in ("train", "eval"):
                 labels = {"rank": rank, "mode": mode}
                 created = observed.value(scrape, "any_agent_sessions_created_total", **labels)
                 assert created == observed.value(scrape, "any_agent_sessions", **labels)
-
-
-def test_sessions_counters_never_fall_back(observed: Observed) -> None:
-    """The killed proxy's are those that it had, and more."""
+    # Counters never fall back: the killed proxy's are those that it had, and more.
     series = [
         observed.value(scrape, "any_agent_sessions_created_total", rank="0")
         for scrape in observed.scrapes

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -23,12 +23,12 @@ from tests.support.e2e.serving import Served, environment, serve
 from tests.support.ports import own_port
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "how-to" / "sessions-by-http.md"]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "how-to" / "sessions-by-http.md")
 
 
-def block(name: str) -> str:
+def block(name: str, pages: Iterable[Path] = PAGES) -> str:
     """Return the fenced block after the comment ``<!-- test: name -->``."""
-    text = "\n".join(page.read_text() for page in PAGES)
+    text = "\n".join(page.read_text() for page in pages)
     found = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", text, re.S)
     assert len(found) == 1, f"{len(found)} blocks are marked {name}"
     return str(found[0])

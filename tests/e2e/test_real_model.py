@@ -89,12 +89,9 @@ def test_every_logprob_is_that_of_its_tokens_version(live: Config) -> None:
     assert worst < TOLERANCE
 
 
-def test_the_law_would_notice_another_versions_weights(live: Config) -> None:
+def test_it_was_trained_and_another_versions_weights_would_be_noticed(live: Config) -> None:
     checks = recompute(live, calls_of(live, 1), version_shift=-1)
     assert max(check.error for check in checks) > 10 * TOLERANCE
-
-
-def test_it_was_trained(live: Config) -> None:
     run = RunDir.of(live.root, live.user, live.experiment, live.trial)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -10,15 +10,12 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
@@ -27,12 +24,11 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions, component
 from any_agent.launcher import node as launching
 from any_agent.launcher.trial import trial_dir
-from any_agent.rollout import Consumed
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from tests.support.archives import Exported, Rank
-from tests.support.e2e.history import consumed_in
 from tests.support.e2e.live_run import live_config, looked_after
+from tests.support.e2e.saved import Saved, assert_same, saved
 from tests.support.errors import fails_with
 
 STEPS = 6
@@ -93,32 +89,8 @@ async def drive(node: Node, first: int = 0, *, limit: float = LIMIT) -> None:
             await asyncio.sleep(0.05)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run came to, but for the numbers of its weight versions."""
-
-    tensors: Mapping[str, torch.Tensor]
-    """Weights, optimizer's moments and generators of the last checkpoint."""
-    consumed: Mapping[str, Consumed]
-    rewards: list[tuple[int, float, int]]
-    """Step, reward and sessions of every line of metrics.jsonl."""
-
-
-def outcome(config: Config) -> Outcome:
-    run = trial_dir(config)
-    checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
-    assert checkpoint.name == f"step-{config.train.steps:08d}"
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    assert {line["staleness_max"] for line in lines} == {0}, "with eta 0 everything is on-policy"
-    return Outcome(
-        tensors={
-            f"{path.relative_to(checkpoint)}:{name}": tensor
-            for path in sorted(checkpoint.rglob("*.safetensors"))
-            for name, tensor in load_file(path).items()
-        },
-        consumed=consumed_in(checkpoint),
-        rewards=[(line["step"], line["reward"], line["sessions"]) for line in lines],
-    )
+def outcome(config: Config) -> Saved:
+    return saved(trial_dir(config), config.train.steps)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +103,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Con
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(whole: Config) -> Outcome:
+def uninterrupted(whole: Config) -> Saved:
     return outcome(whole)
 
 
-def test_the_run_is_worth_comparing(uninterrupted: Outcome) -> None:
+def test_the_run_is_worth_comparing(uninterrupted: Saved) -> None:
     assert [step for step, _, _ in uninterrupted.rewards] == list(range(1, STEPS + 1))
     assert len(uninterrupted.consumed) == 4 * STEPS
     assert {rank_of_session(id) for id in uninterrupted.consumed} == {0, 1}
@@ -144,7 +116,7 @@ def test_the_run_is_worth_comparing(uninterrupted: Outcome) -> None:
 
 
 def test_killed_at_each_boundary(
-    uninterrupted: Outcome,
+    uninterrupted: Saved,
     tmp_path: Path,
     tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,19 +145,6 @@ def run_dying(
         assert node.parts["trainer"].restarts == len(deaths)
 
 
-def assert_same(again: Outcome, uninterrupted: Outcome) -> None:
-    """Weights, optimizer and generators bit for bit, sessions, and rewards."""
-    assert again.rewards == uninterrupted.rewards
-    assert again.consumed == uninterrupted.consumed
-    assert again.tensors.keys() == uninterrupted.tensors.keys()
-    different = [
-        name
-        for name, tensor in again.tensors.items()
-        if not torch.equal(tensor, uninterrupted.tensors[name])
-    ]
-    assert different == []
-
-
 def zero_tensors(path: Path) -> None:
     """Damage a file's tensors and leave its size and its header as they were."""
     size = path.stat().st_size
@@ -209,7 +168,7 @@ async def archive(config: Config) -> dict[str, SessionRow]:
 
 
 def test_the_oldest_checkpoint_is_enough_after_retention(
-    whole: Config, uninterrupted: Outcome, tmp_path: Path, tiny_model_dir: Path
+    whole: Config, uninterrupted: Saved, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """The newest checkpoint is damaged, and what only it could do without is in archives.
 
@@ -237,10 +196,7 @@ def test_the_oldest_checkpoint_is_enough_after_retention(
     assert f"model     {served.with_name(f'v{STEPS - 1:08d}')}, version {STEPS - 1}" in said
     assert (checkpoints / f"damaged-step-{STEPS:08d}").is_dir()
     assert served.with_name(f"damaged-{served.name}").is_dir()
-    again = outcome(config)
-    assert (again.rewards, again.consumed) == (uninterrupted.rewards, uninterrupted.consumed)
-    for name, tensor in uninterrupted.tensors.items():
-        assert torch.equal(tensor, again.tensors[name]), name
+    assert_same(outcome(config), uninterrupted)
     done = Exported(config)
     assert done.code == 0 and set(done.ids) >= rows.keys(), done.said
     assert len(set(done.ids)) == len(done.ids)
@@ -301,7 +257,7 @@ async def visit(node: Node) -> None:
             assert (await service.finalize(session.api_key)).state == "evaluated"
 
 
-def test_a_finished_run_that_is_started_again_serves(whole: Config, uninterrupted: Outcome) -> None:
+def test_a_finished_run_that_is_started_again_serves(whole: Config, uninterrupted: Saved) -> None:
     run = trial_dir(whole)
     published = sorted(path.name for path in run.weights.iterdir())
     with Node(whole, NodeOptions(say=lambda _: None)) as node:

@@ -20,7 +20,6 @@ from any_agent.types import SessionState
 from proxy_ext.archive.files import ArchiveWriter
 from proxy_ext.archive.records import record_line
 from proxy_ext.journal import SessionRow
-from tests.e2e import soak
 from tests.support.e2e import audit, faults, sampling
 from tests.support.e2e.audit import Record
 from tests.support.e2e.faults import INTERVALS, KINDS, SmallDisk, set_clock
@@ -29,14 +28,6 @@ from tests.support.e2e.wire import wire_to
 from tests.support.journal import make_interaction, make_row
 
 HALF, END = 3600.0, 7200.0
-
-
-def test_the_command_explains_itself() -> None:
-    done = subprocess.run(
-        [sys.executable, soak.__file__, "--help"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--hours" in done.stdout
 
 
 # -- the judges --------------------------------------------------------------------------------

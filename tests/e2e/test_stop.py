@@ -42,17 +42,6 @@ async def some_steps(node: Node) -> None:
         await work
 
 
-def test_a_stop_keeps_the_steps_made(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = live_config(tmp_path, tiny_model_dir, **{"train.steps": 1000, "server.ranks": 1})
-    with Node(config, NodeOptions(say=lambda _: None)) as node:
-        asyncio.run(some_steps(node))
-    made = steps_of(node)[-1]
-    saved = latest_weights(config)
-    assert made >= 2
-    assert saved is not None
-    assert saved.step == made
-
-
 class Talk:
     """An eval session and its messages."""
 

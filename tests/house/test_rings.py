@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.support.script_module import load_script
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -59,13 +60,7 @@ def rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "contract.py").write_text(CONTRACT)
     copy = tmp_path / "tools" / "rings.py"
     copy.write_bytes((ROOT / "tools" / "rings.py").read_bytes())
-    spec = importlib.util.spec_from_file_location("rings_copy", copy)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    monkeypatch.setitem(sys.modules, "rings_copy", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(str(copy), "rings_copy")
 
 
 def table(rings: ModuleType, ring: str, *stages: Any) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -85,31 +80,38 @@ def test_a_test_that_passes_alone_is_flaky_and_one_that_fails_again_is_red(
 ) -> None:
     (tmp_path / "tests" / "test_one.py").write_text(TESTS)
     code, kept = table(rings, "verify", suite(rings, "one"))
-    assert code == 1
+    flaky = "tests/test_one.py::test_right_at_the_second_try"
+    assert (code, kept["one"]["passed"], kept["one"]["flaky"]) == (1, 2, [flaky])
     assert kept["one"]["failed"] == ["tests/test_one.py::test_wrong", INHERITED]
-    assert kept["one"]["flaky"] == ["tests/test_one.py::test_right_at_the_second_try"]
-    assert kept["one"]["passed"] == 2
     (line,) = (tmp_path / "tests" / "flaky.jsonl").read_text().splitlines()
     assert json.loads(line)["first_line"] == "RuntimeError: the first try"
     assert capfd.readouterr().out.splitlines()[-1] == "2 passed, 2 failed, 0 skipped"
 
 
-def test_a_test_that_was_flaky_twice_has_no_second_chance(
-    rings: ModuleType, tmp_path: Path
-) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text(RIGHT)
+SKIPPED = "import pytest\n\ndef test_right():\n    pytest.skip('there is no server')\n"
+
+
+def test_what_is_red_at_once(rings: ModuleType, tmp_path: Path) -> None:
+    """More failures than second chances, a test that was flaky twice, a suite that is skipped."""
     test = "tests/test_one.py::test_right_at_the_second_try"
-    (tmp_path / "tests" / "flaky.jsonl").write_text(f"{json.dumps({'test': test})}\n" * 2)
+    log = tmp_path / "tests" / "flaky.jsonl"
+    cases = ((TESTS, 1, 3), (RIGHT, 10, 1), (SKIPPED, 10, 0), ("import nothing_so_named\n", 10, 1))
+    for text, chances, failed in cases:
+        (tmp_path / "tried").unlink(missing_ok=True)
+        (tmp_path / "tests" / "test_one.py").write_text(text)
+        log.write_text(f"{json.dumps({'test': test})}\n" * 2)
+        code, kept = table(rings, "verify", suite(rings, "one", second_chances=chances))
+        one = kept["one"]
+        assert (code, one["ok"], one["flaky"]) == (1, False, [])
+        assert len(one["failed"]) == failed, (text, one)
+    # A second try that is skipped is no pass either.
+    log.unlink()
+    skips = "if tried.exists(): pytest.skip('no')\n    else:"
+    text = RIGHT.replace("if not tried.exists():", skips)
+    (tmp_path / "tried").unlink(missing_ok=True)
+    (tmp_path / "tests" / "test_one.py").write_text(text)
     code, kept = table(rings, "verify", suite(rings, "one"))
-    assert (code, kept["one"]["failed"], kept["one"]["flaky"]) == (1, [test], [])
-
-
-def test_more_failures_than_second_chances_are_red_at_once(
-    rings: ModuleType, tmp_path: Path
-) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text(TESTS)
-    code, kept = table(rings, "verify", suite(rings, "one", second_chances=1))
-    assert (code, len(kept["one"]["failed"])) == (1, 3)
+    assert (code, len(kept["one"]["failed"])) == (1, 1)
 
 
 def test_a_stage_past_its_limit_fails_by_name_and_verify_goes_on(
@@ -126,41 +128,6 @@ def test_a_stage_past_its_limit_fails_by_name_and_verify_goes_on(
 
 
 @pytest.mark.service
-def test_a_second_try_that_is_skipped_is_no_pass(rings: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text(
-        RIGHT.replace("if not tried.exists():", "if tried.exists(): pytest.skip('no')\n    else:")
-    )
-    code, kept = table(rings, "verify", suite(rings, "one"))
-    assert (code, len(kept["one"]["failed"])) == (1, 1)
-
-
-def test_a_suite_whose_tests_are_all_skipped_is_red(
-    rings: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text(
-        "import pytest\n\ndef test_right():\n    pytest.skip('there is no server')\n"
-    )
-    code, kept = table(rings, "verify", suite(rings, "one"))
-    assert (code, kept["one"]["ok"], kept["one"]["skipped"]) == (1, False, 1)
-    assert "none of its tests ran" in capfd.readouterr().out
-
-
-@pytest.mark.service
-def test_what_options_chose_is_not_kept_as_a_suite(rings: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text(RIGHT)
-    one = suite(rings, "one")
-    assert rings.run("verify", [one], again=False, more=("-k", "test_right")) == 0
-    assert not list((rings.BUILD / "verify").glob("*.json"))
-
-
-@pytest.mark.service
-def test_a_file_that_cannot_be_collected_is_red(rings: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text("import nothing_of_this_name\n")
-    code, kept = table(rings, "verify", suite(rings, "one"))
-    assert (code, kept["one"]["ok"]) == (1, False)
-
-
-@pytest.mark.service
 def test_a_suite_that_was_green_at_this_commit_is_not_run_again(
     rings: ModuleType, tmp_path: Path
 ) -> None:
@@ -169,14 +136,16 @@ def test_a_suite_that_was_green_at_this_commit_is_not_run_again(
     git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *command], cwd=tmp_path, check=True)
-    ran = tmp_path / "ran"
+    ran, one = tmp_path / "ran", suite(rings, "one")
+    # What options chose is no suite, and is not kept.
+    assert rings.run("verify", [one], again=False, more=("-k", "test_right")) == 0
+    assert not list((rings.BUILD / "verify").glob("*.json"))
     for _ in range(2):
-        assert table(rings, "verify", suite(rings, "one"))[0] == 0
-        assert ran.read_text() == "x"
-    (tmp_path / "tests" / "test_one.py").touch()
+        assert table(rings, "verify", one)[0] == 0
+        assert ran.read_text() == "xx"
     subprocess.run([*git, "commit", "-qm", "two", "--allow-empty"], cwd=tmp_path, check=True)
-    assert table(rings, "verify", suite(rings, "one"))[0] == 0
-    assert ran.read_text() == "xx"
+    assert table(rings, "verify", one)[0] == 0
+    assert ran.read_text() == "xxx"
 
 
 def test_every_test_file_is_in_a_ring(rings: ModuleType) -> None:

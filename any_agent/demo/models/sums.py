@@ -98,7 +98,7 @@ def make_sums_model(
     formats = [load_chat_format(str(path), enable_thinking=thinks) for thinks in (False, None)]
     authors = [Author(chat) for chat in formats]
     rng = Random(seed)
-    kinds = tuple(zip((_plain, _with_tool, _thinking), _BATCH, strict=True))
+    kinds = tuple(zip((plain_talk, tool_talk, thinking_talk), _BATCH, strict=True))
 
     def row(talk: Callable[[Author, Random, float], Conversation], noise: float) -> Row:
         report("writing conversations to learn from")
@@ -121,7 +121,7 @@ def make_sums_model(
 # -- conversations --------------------------------------------------------------------------------
 
 
-def _plain(author: Author, rng: Random, noise: float) -> Conversation:
+def plain_talk(author: Author, rng: Random, noise: float) -> Conversation:
     """Return a conversation with an answer, and a second answer after a wrong one."""
     a, b = _pair(rng)
     first = _guess(rng, a + b, 0.55 * noise)
@@ -132,7 +132,7 @@ def _plain(author: Author, rng: Random, noise: float) -> Conversation:
     return talk
 
 
-def _with_tool(author: Author, rng: Random, noise: float) -> Conversation:
+def tool_talk(author: Author, rng: Random, noise: float) -> Conversation:
     """Return a conversation that mostly calls the tool, sometimes with wrong numbers."""
     a, b = _pair(rng)
     name = rng.choice(_ADDS)
@@ -144,7 +144,7 @@ def _with_tool(author: Author, rng: Random, noise: float) -> Conversation:
     return talk.says(_call(name, a, b)).hears("tool", rng.choice(_results(a + b))).says(str(a + b))
 
 
-def _thinking(author: Author, rng: Random, noise: float) -> Conversation:
+def thinking_talk(author: Author, rng: Random, noise: float) -> Conversation:
     """Return thoughts and an answer; in half of them the thoughts are ended for the model."""
     a, b = _pair(rng)
     talk = Conversation(author, _prompt(rng, a, b, THINK)).begins(_thoughts(rng), taught=True)

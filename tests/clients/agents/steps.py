@@ -74,7 +74,8 @@ async def tools(api: str) -> dict[str, Any]:
 async def tools_streamed(api: str) -> dict[str, Any]:
     result = Runner.run_streamed(agent(api, tools=[add]), ASK)
     kinds = [e.item.type async for e in result.stream_events() if e.type == "run_item_stream_event"]
-    return {"content": result.final_output, "kinds": kinds}
+    calls, outputs = (kinds.count(f"tool_call_{kind}") for kind in ("item", "output_item"))
+    return {"content": result.final_output, "calls": calls, "outputs": outputs}
 
 
 async def structured(api: str) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def stream() -> dict[str, Any]:
             text += event.delta.text
         elif event.type == "message_delta":
             stop, tokens = event.delta.stop_reason, event.usage.output_tokens
-    return {"kinds": kinds, "content": text, "stop": stop, "output_tokens": tokens}
+    assert kinds.count("content_block_delta") > 2
+    order = list(dict.fromkeys(kinds))
+    return {"kinds": order, "content": text, "stop": stop, "output_tokens": tokens}
 
 
 def helper() -> dict[str, Any]:
@@ -87,7 +89,7 @@ def runner() -> dict[str, Any]:
 
     answers = list(Anthropic().beta.messages.tool_runner(**CALL, messages=ASK, tools=[add]))
     kinds = [[block["type"] for block in _blocks(answer)] for answer in answers]
-    return {"turns": kinds, "last": _blocks(answers[-1])}
+    return {"turns": kinds, "last": answers[-1].content[0].text}
 
 
 def thinking() -> dict[str, Any]:

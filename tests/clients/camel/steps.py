@@ -65,7 +65,7 @@ def plain() -> dict[str, Any]:
 
 def stream() -> dict[str, Any]:
     parts = _parts(list(agent(stream=True).step(ASK)))
-    return {"content": "".join(parts), "parts": len(parts)}
+    return {"content": "".join(parts), "in parts": len(parts) > 3}
 
 
 def three_turns() -> dict[str, Any]:
@@ -95,5 +95,6 @@ def refused() -> dict[str, Any]:
     try:
         agent(extra_body={"suffix": 1}).step(ASK)
     except Exception as error:
-        return {"kinds": [kind.__name__ for kind in type(error).__mro__], "said": str(error)}
+        bad = "BadRequestError" in [kind.__name__ for kind in type(error).__mro__]
+        return {"bad": bad, "named": "suffix" in str(error)}
     return {}

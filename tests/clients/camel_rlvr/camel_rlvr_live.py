@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.agent import CALL, TURNS
-from tests.clients.client import Client, Running
+from tests.clients.client import Client, Running, running
 from tests.clients.live import Live
+from tests.clients.sdks.table import CALL, TURNS
 
-HERE = Path(__file__).parent
-CLIENTS = (Client("camel-rlvr", "CAMEL-AI", "camel-ai", HERE / "steps.py"),)
+CAMEL = Client("camel-rlvr", "CAMEL-AI", "camel-ai", Path(__file__).with_name("steps.py"))
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(CAMEL, tmp_path_factory.mktemp("camel")) as process:
+        yield process
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def test_three_turns_continue_exactly_and_share_the_reward(live: Live, step: Any
     for answer in TURNS:
         live.says(answer)
     said = step("three_turns")
-    assert said["said"] == TURNS
+    assert said["said"] == [*TURNS]
     assert said["kinds"] == ["root", "exact", "exact"]
     assert said["rewards"] == pytest.approx([0.81, 0.9, 1.0])
     assert said["rows"] == 1

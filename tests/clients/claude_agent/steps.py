@@ -74,7 +74,8 @@ async def whole_preset() -> dict[str, Any]:
 
 
 async def refused() -> dict[str, Any]:
-    return await _once(options(), "many words " * 40000)
+    said = await _once(options(), "many words " * 40000)
+    return {**said, "result": said["result"][: len("Prompt is too long")]}
 
 
 async def _once(options: ClaudeAgentOptions, text: str = ASK) -> dict[str, Any]:

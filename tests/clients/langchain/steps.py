@@ -101,7 +101,8 @@ def refused(api: str) -> dict[str, Any]:
     try:
         model(api, **more).invoke([ASK])
     except Exception as error:
-        return {"kinds": [kind.__name__ for kind in type(error).__mro__], "said": str(error)}
+        bad = "BadRequestError" in [kind.__name__ for kind in type(error).__mro__]
+        return {"bad": bad, "named": "suffix" in str(error)}
     return {}
 
 

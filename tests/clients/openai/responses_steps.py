@@ -56,7 +56,12 @@ def stream() -> dict[str, Any]:
         elif event.type == "response.completed":
             tokens = event.response.usage.output_tokens
     in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    return {"kinds": kinds, "content": text, "in order": in_order, "output_tokens": tokens}
+    return {
+        "kinds": list(dict.fromkeys(kinds)),
+        "content": text,
+        "in order": in_order and kinds.count("response.output_text.delta") > 2,
+        "output_tokens": tokens,
+    }
 
 
 def helper() -> dict[str, Any]:

@@ -27,11 +27,11 @@ TOOLS = [
 def plain() -> dict[str, Any]:
     raw = OpenAI().chat.completions.with_raw_response.create(model=MODEL, messages=ASK)
     answer = raw.parse()
-    choice = answer.choices[0]
+    choice, usage = answer.choices[0], answer.usage
     return {
         "content": choice.message.content,
         "finish": choice.finish_reason,
-        "usage": answer.usage.model_dump(),
+        "adds up": usage.total_tokens == usage.prompt_tokens + usage.completion_tokens,
         "same id": raw.headers["x-any-agent-interaction"] == answer.id,
     }
 
@@ -56,7 +56,7 @@ def helper() -> dict[str, Any]:
         final = events.get_final_completion()
     message = final.choices[0].message
     return {
-        "kinds": sorted(kinds),
+        "in parts": "tool_calls.function.arguments.delta" in kinds,
         "content": message.content,
         "finish": final.choices[0].finish_reason,
         "calls": [[c.function.name, c.function.arguments] for c in message.tool_calls or []],
@@ -104,7 +104,9 @@ def tools_streamed() -> dict[str, Any]:
             call["name"] += delta.function.name or ""
             call["arguments"] += delta.function.arguments or ""
             parts += 1
-    return {"finish": finish, "parts": parts, "calls": list(calls.values())}
+    made = [[call["name"], call["arguments"]] for call in calls.values()]
+    ids = all(call["id"].startswith("call_") for call in calls.values())
+    return {"finish": finish, "in parts": parts > 3, "calls": made, "ids": ids}
 
 
 def choices() -> dict[str, Any]:
@@ -113,10 +115,10 @@ def choices() -> dict[str, Any]:
     )
     return {
         "indices": [choice.index for choice in answer.choices],
-        "said": [choice.message.content for choice in answer.choices],
-        "tokens": [len(choice.logprobs.content) for choice in answer.choices],
+        "said": sorted(choice.message.content for choice in answer.choices),
+        "adds up": sum(len(choice.logprobs.content) for choice in answer.choices)
+        == answer.usage.completion_tokens,
         "top": [len(choice.logprobs.content[0].top_logprobs) for choice in answer.choices],
-        "completion_tokens": answer.usage.completion_tokens,
     }
 
 

@@ -30,12 +30,13 @@ export async function plain(api) {
     const [choice] = answer.choices;
     return {
       content: choice.message.content,
-      finish: choice.finish_reason,
+      ended: choice.finish_reason === "stop",
       tokens: answer.usage.completion_tokens,
     };
   }
   const answer = await client.responses.create(items());
-  return { content: answer.output_text, finish: answer.status, tokens: answer.usage.output_tokens };
+  const ended = answer.status === "completed";
+  return { content: answer.output_text, ended, tokens: answer.usage.output_tokens };
 }
 
 export async function stream(api) {
@@ -51,7 +52,7 @@ export async function stream(api) {
       parts += delta === "" ? 0 : 1;
       tokens = chunk.usage?.completion_tokens ?? tokens;
     }
-    return { content, parts, tokens };
+    return { content, tokens, "in parts": parts > 2 };
   }
   for await (const event of await client.responses.create(items({ stream: true }))) {
     if (event.type === "response.output_text.delta") {
@@ -61,7 +62,7 @@ export async function stream(api) {
       tokens = event.response.usage.output_tokens;
     }
   }
-  return { content, parts, tokens };
+  return { content, tokens, "in parts": parts > 2 };
 }
 
 // The SDK's own accumulation of a stream, which is to equal the whole answer.
@@ -69,15 +70,15 @@ export async function helper(api) {
   const client = new OpenAI();
   if (api === "chat") {
     const final = await client.chat.completions.stream(chat({ tools: TOOLS })).finalChatCompletion();
-    const { message, finish_reason: finish } = final.choices[0];
+    const { message, finish_reason } = final.choices[0];
     const calls = message.tool_calls.map((c) => [c.function.name, c.function.arguments]);
-    return { content: message.content, finish, calls };
+    return { content: message.content, ended: finish_reason === "tool_calls", calls };
   }
   const final = await client.responses.stream(items({ tools: TOOL_ITEMS })).finalResponse();
   const calls = final.output.filter((item) => item.type === "function_call");
   return {
     content: final.output_text,
-    finish: final.status,
+    ended: final.status === "completed",
     calls: calls.map((c) => [c.name, c.arguments]),
   };
 }

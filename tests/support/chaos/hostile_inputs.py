@@ -74,34 +74,6 @@ NUMERIC = {
 }
 
 
-CALL_NUMBERS = {
-    "/v1/chat/completions": (
-        b'"messages":[{"role":"user","content":"x"}]',
-        (
-            "seed",
-            "temperature",
-            "max_tokens",
-            "top_p",
-            "n",
-            "top_k",
-            "min_p",
-            "top_logprobs",
-            "presence_penalty",
-            "logit_bias",
-        ),
-    ),
-    "/v1/responses": (
-        b'"input":"x"',
-        ("temperature", "max_output_tokens", "top_p", "top_logprobs", "max_tool_calls"),
-    ),
-    "/v1/messages": (
-        b'"messages":[{"role":"user","content":"x"}],"max_tokens":4',
-        ("temperature", "top_p", "top_k"),
-    ),
-}
-"""Calls, but for a number; and the parameters that are one, or (of chat) an object of them."""
-
-
 TRAVERSAL = (
     "../../../../etc/passwd",
     "..",

@@ -19,7 +19,14 @@ import openai
 from any_agent.client.rl_client import RLClient
 from any_agent.demo.driver import GROUP_SIZE
 from any_agent.demo.task import RETRY, Item, is_correct, items, messages, shuffled
-from any_agent.errors import AnyAgentError, Conflict, ReplyLost, RunFinished, SessionClosed
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    ReplyLost,
+    RunFinished,
+    SessionClosed,
+    StoreFull,
+)
 from tests.support.e2e.ledger import Answer, Ledger, Told
 
 T = TypeVar("T")
@@ -242,9 +249,11 @@ class Crowd:
         await self._insist("finalize", end)
 
     async def _abort(self, told: Told) -> None:
-        # A session that cannot be aborted expires.
-        with suppress(AnyAgentError):
-            await self._service.abort(told, "its agent gave up")  # type: ignore[arg-type]
+        async def end() -> None:
+            with suppress(SessionClosed):
+                await self._service.abort(told, "its agent gave up")  # type: ignore[arg-type]
+
+        await self._insist("abort", end)
 
     async def _insist(self, what: str, request: Callable[[], Awaitable[T]]) -> T | None:
         """Repeat while the service is away or the reply was lost; None when it is in vain.
@@ -263,7 +272,7 @@ class Crowd:
                 self._ledger.fail(what, error)
                 if isinstance(error, SessionClosed):
                     return None
-                if not (error.retryable or isinstance(error, ReplyLost)):
+                if not (error.retryable or isinstance(error, (ReplyLost, StoreFull))):
                     self._ledger.broken.append(f"{what}: {error.message}")
                     return None
             await asyncio.sleep(_BETWEEN)

@@ -1,12 +1,65 @@
-"""Bodies of Responses and Messages: arbitrary ones, and ones that mean something."""
+"""Bodies of all APIs: arbitrary ones, and ones that mean something; and arbitrary outputs."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.laws.test_fuzz import CONTENT, JSON, TEXT
 from tests.support.laws.talk import TOOLS
 
+TEXT = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(
+        ["", "<think>", "</think>x", "<tool_call>", "<|im_end|>", "<|start|>assistant", "\ud800"]
+    ),
+    st.sampled_from(["long " * 200, "long " * 30_000]),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+PART = st.one_of(
+    st.builds(lambda text: {"type": "text", "text": text}, TEXT),
+    st.sampled_from(
+        [
+            {"type": "image_url", "image_url": {"url": "x"}},
+            {"type": "input_audio"},
+            {"type": "text"},
+        ]
+    ),
+    JSON,
+)
+CONTENT = st.one_of(TEXT, st.none(), st.lists(PART, max_size=3), JSON)
+CALL = st.one_of(
+    st.builds(
+        lambda name, arguments: {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        },
+        TEXT,
+        st.sampled_from(["{}", '{"a": 1}', '{"a"', "", "[]"]) | JSON,
+    ),
+    JSON,
+)
+CHAT_ROLE = st.sampled_from(["system", "developer", "user", "assistant", "tool", "function", "x"])
+MESSAGE = st.one_of(
+    st.fixed_dictionaries(
+        {"role": CHAT_ROLE, "content": CONTENT},
+        optional={
+            "tool_calls": st.lists(CALL, max_size=2),
+            "tool_call_id": TEXT,
+            "name": TEXT | st.none(),
+            "reasoning_content": TEXT | JSON,
+        },
+    ),
+    JSON,
+)
+SAID = st.one_of(
+    # Noise, with every special token as likely as any other, and pieces of markup around it.
+    st.lists(st.integers(0, 530), min_size=1, max_size=40),
+    st.lists(st.integers(0, 24), min_size=1, max_size=12),
+)
 ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", None])
 ITEM_TEXT = st.one_of(
     st.builds(
@@ -174,7 +227,9 @@ WILD = {
     ),
 }
 BODIES = {name: SOUND[name] | WILD[name] for name in WILD}
+BODIES["chat"] = st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=5)})
 FIXED = {
+    "chat": {"tools": TOOLS},
     "responses": {"tools": [{"type": "function", **TOOLS[0]["function"]}]},
     "messages": {
         "tools": [

@@ -18,7 +18,7 @@ class Chat:
         out = {"model": "m", "messages": list(asked.messages), "stream": asked.stream}
         for name in ("tools", "max_tokens", "stop"):
             if value := getattr(asked, name):
-                out[name] = value
+                out[name] = list(value) if name == "stop" else value
         return out | asked.fields
 
     def whole(self, data: bytes) -> list[Given]:
