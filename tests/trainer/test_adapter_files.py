@@ -155,7 +155,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
 
     config = run_of(tmp_path / "killed", tiny_model_dir, "train.steps=4")
     first = Lab(config, list(episodes))
-    first.trainer._publish = killed(first.trainer._publish, 3)  # type: ignore[method-assign]
+    first.trainer.publish = killed(first.trainer.publish, 3)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     second = Lab(config, episodes[3:], before=first)

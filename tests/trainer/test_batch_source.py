@@ -82,13 +82,13 @@ def test_a_run_over_a_dataset_trains_on_each_item_once(settings: list[str]) -> N
 
 def test_what_a_step_took_is_beside_its_manifest(settings: list[str]) -> None:
     lab = DataLab(config_of(settings, "train.checkpoint_every=9", "train.steps=2"))
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
         lab.trainer.policy.step = killed(lab.trainer.policy.step, 2)  # type: ignore[method-assign]
 
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.trainer.load = loaded  # type: ignore[method-assign]
     with pytest.raises(Killed):
         lab.trainer.train()
     assert positions(lab) == [[0, 1], [2, 3]]
@@ -120,23 +120,23 @@ def test_a_trainer_that_dies_anywhere_ends_as_one_that_does_not(
 ) -> None:
     config = config_of(settings)
     first = DataLab(config)
-    load = first.trainer._load
+    load = first.trainer.load
 
     def loaded() -> None:
         load()
         trainer = first.trainer
         owner, name, before = {
             "batch": (first.source, "next_batch", False),
-            "manifest": (trainer._manifests, "write", False),
+            "manifest": (trainer.manifests, "write", False),
             "step": (trainer.policy, "step", False),
-            "published": (trainer._publisher, "publish", False),
+            "published": (trainer.publisher, "publish", False),
             "settled": (first.source, "settle", False),
-            "before checkpoint": (trainer, "_save", True),
-            "checkpoint": (trainer, "_save", False),
+            "before checkpoint": (trainer, "save", True),
+            "checkpoint": (trainer, "save", False),
         }[boundary]
         setattr(owner, name, killed(getattr(owner, name), when, before=before))
 
-    first.trainer._load = loaded  # type: ignore[method-assign]
+    first.trainer.load = loaded  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     again = DataLab(config, before=first)
@@ -166,8 +166,8 @@ def test_what_comes_to_nothing_is_done_with_and_told(settings: list[str]) -> Non
 def test_a_replayed_step_brings_what_was_left_out_before_it(settings: list[str]) -> None:
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=9")
     first = DataLab(config, Alternating(dull=(1,), failing=(2,)))
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 2)  # type: ignore[method-assign]
+    publish = first.trainer.publisher.publish
+    first.trainer.publisher.publish = killed(publish, 2)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     assert sorted(n for step in positions(first) for n in step) == [0, 1, 2, 3, 4, 5]
@@ -235,8 +235,8 @@ def test_other_settings_do_not_change_steps_that_are_made_again(
     settings: list[str], uninterrupted: dict[str, Any]
 ) -> None:
     first = DataLab(config_of(settings))
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
+    publish = first.trainer.publisher.publish
+    first.trainer.publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     others = ["sampling.temperature=0.5", "train.discount=0.5", "train.steps=1", "rollout.eta=3"]
@@ -263,8 +263,8 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
 ) -> None:
     """Its items are done with, whoever trains when it is made again, also before a checkpoint."""
     first = DataLab(config_of(settings))
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
+    publish = first.trainer.publisher.publish
+    first.trainer.publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     outside = Lab(config_of(settings, "train.steps=1"), [], before=first)
@@ -278,11 +278,11 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
 def test_a_step_that_is_not_finite_when_made_again_is_none(settings: list[str]) -> None:
     config = config_of(settings, "train.checkpoint_every=9")
     first = DataLab(config)
-    first.trainer._manifests.write = killed(first.trainer._manifests.write, 1)  # type: ignore[method-assign]
+    first.trainer.manifests.write = killed(first.trainer.manifests.write, 1)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     again = DataLab(config, before=first)
-    load, steps = again.trainer._load, []
+    load, steps = again.trainer.load, []
 
     def loaded() -> None:
         load()
@@ -295,10 +295,10 @@ def test_a_step_that_is_not_finite_when_made_again_is_none(settings: list[str]) 
             return step(*args, **kwargs)
 
         again.trainer.policy.step = failing  # type: ignore[method-assign]
-        publish = again.trainer._publisher.publish
-        again.trainer._publisher.publish = killed(publish, 2)  # type: ignore[method-assign]
+        publish = again.trainer.publisher.publish
+        again.trainer.publisher.publish = killed(publish, 2)  # type: ignore[method-assign]
 
-    again.trainer._load = loaded  # type: ignore[method-assign]
+    again.trainer.load = loaded  # type: ignore[method-assign]
     with pytest.raises(Killed):
         again.trainer.train()
     # The next step's manifest says of its items, too, that they are done with.
@@ -331,8 +331,8 @@ def test_a_dataset_that_times_out_ends_it(settings: list[str]) -> None:
 def test_a_long_wait_is_told_with_what_is_there(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.05)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.05)
+    monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.05)
+    monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.05)
     said: list[str] = []
 
     def told() -> list[str]:
@@ -357,8 +357,8 @@ def test_a_person_is_told_that_most_items_teach_nothing(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight of ten items, between which two make a step now and then."""
-    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.01)
+    monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.01)
     said: list[str] = []
     runs: list[int] = []
 
@@ -407,8 +407,8 @@ def test_items_that_come_to_nothing_for_ever_end_it_with_the_reason(
 def test_rows_that_are_gone_are_told_of(settings: list[str]) -> None:
     config = config_of(settings)
     first = DataLab(config)
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
+    publish = first.trainer.publisher.publish
+    first.trainer.publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     (rows,) = first.trainer.dir.manifests.glob("*.safetensors")

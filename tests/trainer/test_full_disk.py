@@ -85,7 +85,7 @@ def test_training_waits_and_goes_on_exactly(
 ) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
     helper = Helper(lab, disk)
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
@@ -95,11 +95,11 @@ def test_training_waits_and_goes_on_exactly(
         method = getattr(owner, name)
         if before:
             setattr(owner, name, lambda *given: (helper.fill(), method(*given))[1])
-            lab.trainer._save = once(lab.trainer._save, method)  # type: ignore[method-assign]
+            lab.trainer.save = once(lab.trainer.save, method)  # type: ignore[method-assign]
         else:
             setattr(owner, name, filled_at(method, when, helper.fill))
 
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.trainer.load = loaded  # type: ignore[method-assign]
     try:
         assert lab.trainer.train()
     finally:
@@ -124,14 +124,14 @@ def test_a_stop_ends_the_wait_and_the_next_start_repeats_the_step(
     settings: list[str], disk: Disk, uninterrupted: dict[str, Any]
 ) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
         owner, name, _ = place(lab, "step")
         setattr(owner, name, filled_at(getattr(owner, name), 3, disk.fill))
 
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.trainer.load = loaded  # type: ignore[method-assign]
     over = threading.Event()
 
     def stop() -> None:
@@ -159,14 +159,14 @@ def test_a_stop_ends_the_wait_for_the_first_write_of_all(
     settings: list[str], disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
         disk.fill()
         lab.trainer.stop()
 
-    monkeypatch.setattr(lab.trainer, "_load", loaded)
+    monkeypatch.setattr(lab.trainer, "load", loaded)
     assert not lab.trainer.train()
     assert lab.trainer.disk.waiting is None
 
@@ -182,14 +182,14 @@ def test_the_space_of_the_disk_counts_that_a_folder_is_linked_to(
         (tmp_path / own.name).mkdir()
         own.symlink_to(tmp_path / own.name)
     lab = Lab(config, episodes())
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
         free = shutil.disk_usage(disk.folder).free
         (disk.folder / "large").write_bytes(bytes(free - (200 << 10)))
 
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.trainer.load = loaded  # type: ignore[method-assign]
     timer = threading.Timer(60, lab.trainer.stop)
     timer.start()
     try:

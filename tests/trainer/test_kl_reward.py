@@ -160,12 +160,12 @@ def script() -> list[Episode]:
 
 def test_a_step_is_repeated_with_its_own_factor(run: list[str], tmp_path: Path) -> None:
     first = Lab(config_of(run, "train.steps=3", "train.kl_reward_coef=0.5"), script())
-    first.trainer._publish = killed(first.trainer._publish, 2)  # type: ignore[method-assign]
+    first.trainer.publish = killed(first.trainer.publish, 2)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.trainer.train()
     again = Lab(config_of(run, "train.steps=3"), [], before=first)
-    again.trainer._load()
-    again.trainer._catch_up()
+    again.trainer.load()
+    again.trainer.catch_up()
     assert again.trainer.policy.steps == 2
     assert same(first.weights(), again.weights())
     assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))

@@ -126,8 +126,8 @@ def test_seconds_belong_to_the_phase_that_took_them(
     config = config_of(settings, "train.steps=2", "train.checkpoint_every=1")
     lab = Lab(config, [pair("a"), pair("b")])
     lab.executor.prepare_batch = takes(1, lab.executor.prepare_batch)  # type: ignore[method-assign]
-    lab.trainer._publish = takes(32, lab.trainer._publish)  # type: ignore[method-assign]
-    lab.trainer._save = takes(128, lab.trainer._save)  # type: ignore[method-assign]
+    lab.trainer.publish = takes(32, lab.trainer.publish)  # type: ignore[method-assign]
+    lab.trainer.save = takes(128, lab.trainer.save)  # type: ignore[method-assign]
     lab.trainer.evaluate = takes(256, lambda step, last: None)
     lab.trainer.train()
     step = {"wait": 1, "pack": 2, "forward": 4, "backward": 8, "optimizer": 16, "sync": 32}

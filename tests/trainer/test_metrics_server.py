@@ -139,14 +139,14 @@ def test_a_disk_that_hangs_delays_no_training(
         publish(folder, entry)
 
     monkeypatch.setattr(registry, "publish", write)
-    monkeypatch.setattr(presence_module, "_LAST_WRITE_TIMEOUT", 0.1)
+    monkeypatch.setattr(presence_module, "LAST_WRITE_TIMEOUT", 0.1)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     with opened(elsewhere) as presence:
         assert get(f"{presence.url}/metrics").status_code == 200
         assert entry_in(elsewhere) is None
     assert "last registry entry is not written after 0.1 s" in caplog.text
-    monkeypatch.setattr(presence_module, "_LAST_WRITE_TIMEOUT", 60)
+    monkeypatch.setattr(presence_module, "LAST_WRITE_TIMEOUT", 60)
     with opened(tmp_path):
         works.set()
         until(lambda: entry_in(tmp_path))

@@ -25,7 +25,7 @@ def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
 
 def die_after_a_step(settings: list[str], *more: str) -> Lab:
     lab = Lab(config_of(settings, *more), [pair("a"), pair("b")])
-    lab.trainer._publish = killed(lab.trainer._publish, 1)  # type: ignore[method-assign]
+    lab.trainer.publish = killed(lab.trainer.publish, 1)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         lab.trainer.train()
     assert lab.trainer.checkpoint is None

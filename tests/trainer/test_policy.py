@@ -132,7 +132,7 @@ def plain_label_logprobs(
     fused: bool,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_label_logprobs` returns; autograd makes its gradient."""
+    """Return what `label_logprobs` returns; autograd makes its gradient."""
     table = functional.linear(hidden, weight, bias) / temperatures.to(hidden.dtype)[:, None]
     table = table.log_softmax(-1)
     entropies = -(table.exp() * table).sum(-1)
@@ -165,7 +165,7 @@ def test_the_heads_gradients_are_autograds(
     factors = torch.randn(2, labels, generator=generator, dtype=torch.float64)
     found, expected = (
         function(*given_once, False, entropy_gradient)
-        for function in (trainer.logprobs._label_logprobs, plain_label_logprobs)
+        for function in (trainer.logprobs.label_logprobs, plain_label_logprobs)
     )
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     assert found[1].requires_grad == entropy_gradient
@@ -196,20 +196,20 @@ def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPat
     rows = random_rows(7, 8)
     assert logits_kept_for_backward(rows) == []
 
-    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", plain_label_logprobs)
+    monkeypatch.setattr(trainer.logprobs, "label_logprobs", plain_label_logprobs)
     assert logits_kept_for_backward(rows), "the check sees what a plain forward pass keeps"
 
 
 def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(7, 8)
     seen: list[int] = []
-    original = trainer.logprobs._label_logprobs
+    original = trainer.logprobs.label_logprobs
 
     def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
         seen.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
+    monkeypatch.setattr(trainer.logprobs, "label_logprobs", spy)
     trainer_gradients(small_policy(head_chunk=5), rows)
     n = count_trained(rows)
     assert n > 40 and max(seen) == 5
@@ -227,13 +227,13 @@ def test_only_positions_before_trained_tokens_reach_the_head(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     counted = []
-    original = trainer.logprobs._label_logprobs
+    original = trainer.logprobs.label_logprobs
 
     def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
         counted.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
+    monkeypatch.setattr(trainer.logprobs, "label_logprobs", spy)
     rows = random_rows(8)
     with torch.no_grad():
         computed(policy, rows)

@@ -49,7 +49,7 @@ class Lab:
         self.publisher = Publisher(Config(), RunDir(folder), executor, DiskSpace())
         self.sync = Sync()
         last = NewWeights(7, 3, folder, lambda: None, lambda: iter(()))
-        self.publisher._last, self.publisher._sync = last, self.sync  # type: ignore[assignment]
+        self.publisher.last, self.publisher.sync = last, self.sync  # type: ignore[assignment]
 
 
 @pytest.fixture

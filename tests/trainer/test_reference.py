@@ -73,7 +73,7 @@ def test_after_a_restart_it_is_still_that_of_the_beginning(
     first = Lab(config_of(base, "train.steps=2", "rollout.eta=9"), [pair("a"), pair("b")])
     assert first.trainer.train()
     again = Lab(config_of(base, "train.steps=3"), [], before=first)
-    again.trainer._load()
+    again.trainer.load()
     policy = again.trainer.policy
     assert policy.steps == 2 and policy.reference is not None
     start = Policy.load(tiny_model_dir, CONFIG)
@@ -85,7 +85,7 @@ def test_after_a_restart_it_is_still_that_of_the_beginning(
 
 def test_no_model_is_loaded_without_a_kl_term(tiny_model_dir: Path, tmp_path: Path) -> None:
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
-    lab.trainer._load()
+    lab.trainer.load()
     assert lab.trainer.policy.reference is None
 
 
@@ -160,7 +160,7 @@ def with_reference(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
 
 def killed_after(step: int, settings: list[str], *more: str) -> Lab:
     lab = Lab(config_of(settings, "train.steps=3", *more), [pair(name) for name in "abc"])
-    lab.trainer._publish = killed(lab.trainer._publish, step)  # type: ignore[method-assign]
+    lab.trainer.publish = killed(lab.trainer.publish, step)  # type: ignore[method-assign]
     with pytest.raises(Killed):
         lab.trainer.train()
     return lab
@@ -192,8 +192,8 @@ def test_another_model_by_name_is_for_later_steps(
     base = [setting for setting in with_reference if "reference" not in setting]
     for more in (("train.kl_coef=0",), (f"train.reference_model={chosen}",)):
         again = Lab(config_of(base, "train.steps=3", *more), [], before=first)
-        again.trainer._load()
-        again.trainer._catch_up()
+        again.trainer.load()
+        again.trainer.catch_up()
         policy = again.trainer.policy
         assert policy.steps == 1
         if more == ("train.kl_coef=0",):

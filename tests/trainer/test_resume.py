@@ -36,26 +36,26 @@ def place(lab: Lab, boundary: str) -> tuple[Any, str, bool]:
     trainer = lab.trainer
     return {
         "lease": (lab.executor, "prepare_batch", False),
-        "manifest": (trainer._manifests, "write", False),
+        "manifest": (trainer.manifests, "write", False),
         "step": (trainer.policy, "step", False),
         "update": (trainer.policy, "_update", False),
-        "published": (trainer._publisher, "publish", False),
+        "published": (trainer.publisher, "publish", False),
         "before ack": (lab.executor, "ack", True),
         "ack": (lab.executor, "ack", False),
-        "before checkpoint": (trainer, "_save", True),
-        "checkpoint": (trainer, "_save", False),
+        "before checkpoint": (trainer, "save", True),
+        "checkpoint": (trainer, "save", False),
     }[boundary]
 
 
 def die_at(lab: Lab, boundary: str, when: int) -> None:
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
         owner, name, before = place(lab, boundary)
         setattr(owner, name, killed(getattr(owner, name), when, before=before))
 
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.trainer.load = loaded  # type: ignore[method-assign]
     with pytest.raises(Killed):
         lab.trainer.train()
 
@@ -217,13 +217,13 @@ def test_a_long_resume_does_not_keep_the_rows_of_all_its_steps(settings: list[st
     first = Lab(config, episodes())
     die_at(first, "step", 3)
     again = Lab(config, [], before=first)
-    settle, kept = again.trainer._settle, []
+    settle, kept = again.trainer.settle, []
 
     def settled(batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
         kept.append(batch)
         settle(batch, taken, step)
 
-    again.trainer._settle = settled  # type: ignore[method-assign]
+    again.trainer.settle = settled  # type: ignore[method-assign]
     assert again.trainer.train()
     assert [(bool(batch.trained), batch.rows) for batch in kept] == [(True, [])] * 3
 
@@ -252,8 +252,8 @@ def test_the_masks_of_a_step_are_its_own(settings: list[str]) -> None:
     assert manifest.rejected == {"old-good": "stale", "old-bad": "stale"}
     more = ("train.steps=3", "rollout.eta=0", "train.discount=1")
     again = Lab(config_of(settings, *more), [], before=first)
-    again.trainer._load()
-    again.trainer._catch_up()
+    again.trainer.load()
+    again.trainer.catch_up()
     assert same(first.weights(), again.weights())
     assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
     assert again.executor.acks == [
@@ -271,8 +271,8 @@ def test_a_repeated_step_has_the_settings_that_it_was_made_with(settings: list[s
     more += ["train.grad_clip=1e-3", "train.minibatches=1", "train.epochs_per_batch=3"]
     more += ["train.eps_low=0.01", "train.eps_high=0.01", "train.is_cap=1"]
     again = Lab(config_of(settings, *RUN, *more, "train.lr_schedule=linear"), [], before=first)
-    again.trainer._load()
-    again.trainer._catch_up()
+    again.trainer.load()
+    again.trainer.catch_up()
     assert again.trainer.policy.steps == 2
     assert same(first.weights(), again.weights())
     assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
@@ -293,8 +293,8 @@ def test_the_rows_of_a_step_are_its_own(settings: list[str], tmp_path: Path) -> 
     die_at(first, "step", 2)
     more = ("train.preset=rloo", "train.loss=grpo", "train.aggregation=turn")
     again = Lab(config_of(settings, "train.steps=3", *more), [], before=first)
-    again.trainer._load()
-    again.trainer._catch_up()
+    again.trainer.load()
+    again.trainer.catch_up()
     assert same(first.weights(), again.weights())
     assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
     plain = Lab(config_of(settings, f"root={tmp_path / 'plain'}", "train.steps=2"), script())
@@ -331,12 +331,12 @@ def test_a_run_goes_on_where_a_rank_lost_its_journal(settings: list[str]) -> Non
     assert again.executor.replayed == [[f"p{k}-good", f"p{k}-bad"] for k in range(3)]
     ids = [f"{name}-{how}" for name in ("p0", "p1", "q0", "q1", "q2") for how in ("good", "bad")]
     assert [id for trained, _ in again.executor.acks for id in trained] == ids
-    assert list(again.trainer._consumed) == ids, "none of them has an effect twice"
+    assert list(again.trainer.consumed) == ids, "none of them has an effect twice"
     # Versions of the history that was given up are not used again.
     assert again.service.published == [(5, 2), (6, 3), (7, 4), (8, 5)]
     manifests = again.trainer.dir.manifests
     assert said[0] == again.trainer.dir.waiting.read_text().strip()
-    Lab(again.trainer.config, [], before=again).trainer._load()
+    Lab(again.trainer.config, [], before=again).trainer.load()
     assert not again.trainer.dir.waiting.exists(), "what an earlier start waited for is no alarm"
     assert said[0].startswith("trainer   steps 3 to 4 cannot be repeated, because a rank")
     assert "no session 'p2-bad'" in said[0] and "resuming at step 2;" in said[0]
@@ -366,8 +366,8 @@ def test_other_errors_of_a_step_made_again_give_nothing_up(settings: list[str]) 
 def test_a_step_that_was_left_out_is_not_made_again(settings: list[str]) -> None:
     config = config_of(settings, *RUN, "train.steps=1")
     first = Lab(config, [pair("bad", logprob=math.nan)])
-    first.trainer._load()
-    first.trainer._step()
+    first.trainer.load()
+    first.trainer.step()
     assert first.manifests == []
     # Now it is killed before it knows that the step is not finite.
     first = Lab(config, [pair("bad", logprob=math.nan)])
@@ -392,13 +392,13 @@ def test_a_step_that_fails_every_time_is_told_with_what_to_do(
     first = Lab(config, [pair("large")])
     for lab in (first, Lab(config, [], before=first)):  # when it is made again, too
         caplog.clear()
-        load = lab.trainer._load
+        load = lab.trainer.load
 
         def loaded(lab: Lab = lab, load: Callable[[], None] = load) -> None:
             load()
             lab.trainer.policy.step = failing  # type: ignore[method-assign,assignment]
 
-        lab.trainer._load = loaded  # type: ignore[method-assign]
+        lab.trainer.load = loaded  # type: ignore[method-assign]
         with pytest.raises(torch.OutOfMemoryError):
             lab.trainer.train()
         manifest = lab.trainer.dir.manifests / "step-00000001.json"
@@ -445,29 +445,29 @@ def test_rejected_sessions_of_a_step_are_consumed_too(settings: list[str]) -> No
     config = config_of(settings, *RUN)
     lab = Lab(config, [[*pair("a"), *pair("odd", untrainable="x")]])
     lab.trainer.train()
-    assert lab.trainer._consumed == {
+    assert lab.trainer.consumed == {
         "a-good": (1, None),
         "a-bad": (1, None),
         "odd-good": (1, "untrainable"),
         "odd-bad": (1, "untrainable"),
     }
     again = Lab(config, [], before=lab)
-    again.trainer._load()
-    assert again.trainer._consumed == lab.trainer._consumed
-    assert again.trainer._executor is not None
-    assert replace(pair("a")[0]).session_id in again.trainer._consumed
+    again.trainer.load()
+    assert again.trainer.consumed == lab.trainer.consumed
+    assert again.trainer.executor is not None
+    assert replace(pair("a")[0]).session_id in again.trainer.consumed
 
 
 def test_weights_that_a_rank_lost_are_given_to_it_again(settings: list[str]) -> None:
     """Its engine was restarted with old ones, so nothing that it samples can be trained on."""
     config = config_of(settings, "rollout.eta=0", "train.steps=3")
     lab = Lab(config, [pair("a"), pair("b", version=1), pair("stale", version=1)])
-    lab.trainer._load()
-    lab.trainer._catch_up()
-    lab.trainer._step()
-    lab.trainer._step()
+    lab.trainer.load()
+    lab.trainer.catch_up()
+    lab.trainer.step()
+    lab.trainer.step()
     lab.service.version = 1
-    lab.trainer._step()
+    lab.trainer.step()
     assert lab.executor.acks[-1] == ([], {"stale-good": "stale", "stale-bad": "stale"})
     assert lab.service.published == [(1, 1), (2, 2), (2, 2)]
 
@@ -493,7 +493,7 @@ def test_the_oldest_checkpoint_is_enough_once_the_ranks_dropped_what_it_holds(
     oldest = first.service.oldest[-1]
     assert oldest is not None and oldest == 4
     # As a rank's retention does: steps up to the oldest checkpoint's are not needed.
-    steps = {id: taken.step for id, taken in first.trainer._consumed.items()}
+    steps = {id: taken.step for id, taken in first.trainer.consumed.items()}
     for id, step in steps.items():
         assert step is not None
         if step <= oldest:

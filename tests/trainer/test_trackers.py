@@ -129,8 +129,8 @@ def test_a_tracker_that_fails_is_tried_again_and_gets_all(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(trackers, "_FIRST_DELAY", 0.001)
-    monkeypatch.setattr(trackers, "_MAX_DELAY", 0.001)
+    monkeypatch.setattr(trackers, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(trackers, "MAX_DELAY", 0.001)
     failures = 0
 
     def broken(number: int) -> bool:
@@ -219,7 +219,7 @@ def test_a_tracker_that_hangs_is_not_waited_for_long(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(trackers, "_HURRIED_TIMEOUT", 0.05)
+    monkeypatch.setattr(trackers, "HURRIED_TIMEOUT", 0.05)
     asked, go_on = threading.Event(), threading.Event()
 
     def hang(number: int) -> bool:

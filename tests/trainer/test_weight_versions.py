@@ -66,7 +66,7 @@ def test_unknown_versions_are_long_ago(path: Path) -> None:
 
 
 def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.publisher, "_MAX_REMEMBERED", 3)
+    monkeypatch.setattr(trainer.publisher, "MAX_REMEMBERED", 3)
     versions = WeightVersions(path)
     for step in range(1, 11):
         versions.reserve(step)

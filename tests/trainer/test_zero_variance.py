@@ -101,8 +101,8 @@ def test_equal_outcomes_of_unequal_length_have_nothing_to_compare() -> None:
 def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.005)
+    monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.005)
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
     said: list[str] = []
     lab.trainer.report.say = said.append
@@ -115,7 +115,7 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
         if minutes == 4:
             raise InterruptedError
         for _ in range(5):
-            lab.trainer._source.zero_variance.reject_reason(alike(0.0))
+            lab.trainer.source.zero_variance.reject_reason(alike(0.0))
         raise TimeoutError("0 of 64 sessions came")
 
     lab.executor.prepare_batch = nothing_comes  # type: ignore[method-assign]

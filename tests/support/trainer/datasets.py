@@ -77,8 +77,8 @@ class DataLab(Lab):
             accept,
             WorkflowExecutor(None, config.rollout),
         )
-        self.trainer._source = self.source
-        self.trainer._publisher._updating = self.source.updating
+        self.trainer.source = self.source
+        self.trainer.publisher.updating = self.source.updating
 
     @property
     def left(self) -> Mapping[str, Any]:

@@ -152,12 +152,12 @@ class Lab:
         self.executor = Executor(episodes, before.service.version if before else version)
         self.executor.journal = before.executor.journal if before else {}
         self.executor.settled = before.executor.settled if before else set()
-        self.trainer._executor = self.executor  # type: ignore[assignment]
-        self.trainer._source = LeasedBatches(  # type: ignore[arg-type]
-            self.executor, self.trainer._source.zero_variance
+        self.trainer.executor = self.executor  # type: ignore[assignment]
+        self.trainer.source = LeasedBatches(  # type: ignore[arg-type]
+            self.executor, self.trainer.source.zero_variance
         )
-        self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
-        self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
+        self.trainer.publisher.executor = self.executor  # type: ignore[assignment]
+        self.trainer.publisher.sync = Sync()  # type: ignore[assignment]
 
     @property
     def service(self) -> Service:

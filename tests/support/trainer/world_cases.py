@@ -347,13 +347,13 @@ class Dying(Follower):
         self._dies, self._stops = dies, stops
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _step(self, command: Any) -> None:
+    def step(self, command: Any) -> None:
         step = self.policy.steps + 1
         if step == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == self._stops:
             os.kill(os.getpid(), signal.SIGTERM)
-        super()._step(command)
+        super().step(command)
 
 
 def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[int], str] | None:
@@ -387,12 +387,12 @@ class Cramped(Follower):
 
     room = 64
 
-    def _save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.room, most))
         self.room = before
         try:
-            super()._save(folder)
+            super().save(folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
