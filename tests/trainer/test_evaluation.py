@@ -241,7 +241,7 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             EvalConfig(every=2, at_start=True),  # type: ignore[call-arg]
             as_dataset(items(3), "valid_dataset"),
             workflow,
-            partial(executor_of, lab.source, ended),
+            partial(executor_of, lab.trainer.config, lab.source, ended),
             lab.trainer.report,
         )
         lab.trainer.evaluate = evaluation
@@ -260,9 +260,9 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             assert stop_after or line["step"] == 5 or line["version"] == line["step"]
 
 
-def executor_of(source: DatasetBatches, ended: ExitStack) -> WorkflowExecutor:
+def executor_of(config: Config, source: DatasetBatches, ended: ExitStack) -> WorkflowExecutor:
     """The trainer's executor, or a fresh one after its end."""
     if source.started:
         executor: WorkflowExecutor = source.executor
         return executor
-    return ended.enter_context(WorkflowExecutor(None, source.executor._config))
+    return ended.enter_context(WorkflowExecutor(None, config.rollout))

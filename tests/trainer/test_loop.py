@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,8 @@ from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.workflow import Episode
 from tests.support.errors import fails_with
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Lab, config_of, moments_of, same
+from tests.support.trainer.loop import Lab, Method, config_of, moments_of, same
 from trainer import publisher
-
-
-@pytest.fixture
-def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
-    return [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
 
 
 def not_finite(name: str) -> Episode:
@@ -37,26 +30,9 @@ def test_a_run_trains_acknowledges_and_publishes_each_step(settings: list[str]) 
     assert [line["step"] for line in lab.metrics] == [1, 2, 3]
 
 
-def test_half_a_line_of_metrics_spoils_no_other_one(settings: list[str]) -> None:
-    lab = Lab(config_of(settings, "train.steps=1"), [pair("p0")])
-    metrics = lab.trainer.dir.metrics
-    metrics.parent.mkdir(parents=True, exist_ok=True)
-    metrics.write_text('{"step": 0}\n{"step": 1, "rew')
-    lab.trainer.train()
-    first, half, line = metrics.read_text().splitlines()
-    assert (first, half) == ('{"step": 0}', '{"step": 1, "rew')
-    assert json.loads(line)["step"] == 1
-
-
 def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> None:
     lab = Lab(config_of(settings, "train.steps=9"), [pair("p0"), pair("p1")])
-    publish = lab.trainer.publish
-
-    def stop_after_the_first_step() -> None:
-        publish()
-        lab.trainer.stop()
-
-    lab.trainer.publish = stop_after_the_first_step  # type: ignore[method-assign]
+    lab.at("before settled", lambda settle, _: lambda *given: (settle(*given), lab.trainer.stop()))
     assert lab.trainer.train() is False
     assert lab.trainer.checkpoint is not None
     assert lab.trainer.checkpoint.name == "step-00000001"
@@ -89,13 +65,15 @@ def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
     monkeypatch.setattr(publisher, "ANNOUNCE_TIMEOUT", 0.05)
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=1")
     lab = Lab(config, [pair(f"p{k}") for k in range(3)])
-    save = lab.trainer.save
 
-    def saved() -> None:
-        save()
-        lab.service.away = how if lab.trainer.policy.steps < 3 else ""
+    def leaving(save: Method, _: bool) -> Method:
+        def saved() -> None:
+            save()
+            lab.service.away = how if lab.trainer.policy.steps < 3 else ""
 
-    lab.trainer.save = saved  # type: ignore[method-assign]
+        return saved
+
+    lab.at("checkpoint", leaving)
     assert lab.trainer.train()
     assert lab.service.states == [("training", 0), ("training", 3), ("finished", 3)]
 
@@ -103,13 +81,7 @@ def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
 def test_that_training_has_ended_is_heard_by_all(settings: list[str]) -> None:
     """Otherwise agents would wait for slots for ever; so the trainer ends, and is restarted."""
     lab = Lab(config_of(settings, "train.steps=1"), [pair("p")])
-    save = lab.trainer.save
-
-    def saved() -> None:
-        save()
-        lab.service.away = "refusing"
-
-    lab.trainer.save = saved  # type: ignore[method-assign]
+    lab.at("checkpoint", lambda save, _: lambda: (save(), setattr(lab.service, "away", "refusing")))
     with pytest.raises(ServiceUnavailable):
         lab.trainer.train()
 

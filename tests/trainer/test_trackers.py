@@ -21,7 +21,6 @@ from tests.support.errors import fails_with
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of
 from trainer import trackers
-from trainer.metrics import TRACKER_FAILURES
 from trainer.trackers import TrackedRun, Trackers, figures, require_trackers
 
 LIMIT = 30.0
@@ -307,7 +306,10 @@ def test_a_run_is_tracked_while_it_trains(
     lab = Lab(config_of(settings, "train.steps=3"), [pair(f"p{k}") for k in range(3)])
     assert lab.trainer.train(), "a tracker that fails stops nothing"
     assert fake.got == [(1, 1), (2, 2)]
-    assert dict(lab.trainer.metrics._read())[TRACKER_FAILURES] == {("wandb",): 1}
+    assert (
+        '_tracker_failures_total{tracker="wandb"} 1'
+        in lab.trainer.metrics.exposition().render().decode()
+    )
     fake.broken = lambda number: False
     again = Lab(config_of(settings, "train.steps=4"), [pair("p3", version=3)], before=lab)
     assert again.trainer.train()

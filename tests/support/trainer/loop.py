@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -212,7 +212,7 @@ class Lab:
 
         self.trainer.load = loaded  # type: ignore[method-assign]
 
-    def die(self, boundary: str, when: int = 1) -> Lab:
+    def die(self, boundary: str, when: int = 1) -> Self:
         """Train until it dies at the n-th time of a boundary."""
         self.at(boundary, lambda method, before: killed(method, when, before=before))
         with pytest.raises(Killed):
@@ -283,7 +283,7 @@ def outcome(lab: Lab) -> dict[str, Any]:
 
 
 def assert_same_outcome(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["name"] == other["name"] == f"step-{STEPS:08d}"
+    assert one["name"] == other["name"]
     assert one["state"] == other["state"]
     assert one["tensors"].keys() == other["tensors"].keys()
     different = [k for k, t in one["tensors"].items() if not torch.equal(t, other["tensors"][k])]
