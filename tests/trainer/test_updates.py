@@ -144,17 +144,17 @@ def inputs_law(kind: str = "tree", budget: int = 9) -> None:
             for values, row in zip(before, rows, strict=True)
         ]
         policy.reference = lambda passes: [v - 0.25 for v in policy.runner.logprobs(passes)]
-        update, found = policy._update, []
+        accumulate, found = policy.accumulate, []
 
         def spied(*given: Any) -> Any:
             now = [dense_logprobs(policy.model, row).detach() for row in rows]
             recorder.calls.clear()
-            result = update(*given)
+            result = accumulate(*given)
             calls = recorder.calls
             found.append((now, {name: torch.cat([c[name] for c in calls]) for name in calls[0]}))
             return result
 
-        patch.setattr(policy, "_update", spied)
+        patch.setattr(policy, "accumulate", spied)
         policy.train(rows, budget, SEQUENCE_LEVEL, StepConfig(2), PARTS)
     assert len(found) == 4
     for number, (now, got) in enumerate(found):
@@ -305,16 +305,16 @@ def test_a_step_after_an_undone_one_is_as_if_that_had_not_been() -> None:
 
 def test_other_errors_undo_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = small_policy(lr=1e-3)
-    before, update, calls = state_of(policy), policy._update, []
+    before, accumulate, calls = state_of(policy), policy.accumulate, []
 
     def failing(*given: Any) -> Any:
         if calls:
+            assert not torch.equal(state_of(policy)[0], before[0])
             raise torch.OutOfMemoryError("out of memory")
-        calls.append(update(*given))
-        assert not torch.equal(state_of(policy)[0], before[0])
+        calls.append(accumulate(*given))
         return calls[0]
 
-    monkeypatch.setattr(policy, "_update", failing)
+    monkeypatch.setattr(policy, "accumulate", failing)
     with pytest.raises(torch.OutOfMemoryError):
         policy.train(random_rows(0, 7), 30, None, None, PARTS)
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
@@ -352,6 +352,7 @@ def test_a_batch_is_divided_by_groups_or_sessions(
 ) -> None:
     rows, owners = owned(shape)
     parts = divide(rows, owners, count)
+    assert divide(rows, owners, 1) == [list(range(len(rows)))]
     assert sorted(k for part in parts for k in part) == list(range(len(rows)))
     sessions = set(owners)
     assert len(parts) == min(count, len(sessions)) and all(parts)
@@ -371,8 +372,3 @@ def test_minibatches_have_about_as_many_tokens() -> None:
     loads = [count_trained([rows[k] for k in part]) for part in parts]
     assert max(loads) < 1.3 * min(loads)
     assert all(len({owners[k][0] for k in part}) == 2 for part in parts)
-
-
-def test_one_minibatch_is_the_batch() -> None:
-    rows, owners = owned([[1, 2], [1]])
-    assert divide(rows, owners, 1) == [[0, 1, 2, 3]]
