@@ -34,10 +34,12 @@ from trainer.policy import Policy
 from trainer.weight_folders import holds_weights
 
 
-def going_on_equals_never_having_stopped(model: Path, folder: Path) -> None:
-    policy = Policy.load(model, CONFIG)
+def test_going_on_equals_never_having_stopped_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
     train(policy, range(3))
-    path = save_checkpoint(folder, policy, model, {"version": 3})
+    path = save_checkpoint(tmp_path, policy, tiny_model_dir, {"version": 3})
     train(policy, range(3, 5))
     again, state = load_checkpoint(path, CONFIG)
     assert state == {"version": 3} and again.steps == 3
@@ -47,12 +49,6 @@ def going_on_equals_never_having_stopped(model: Path, folder: Path) -> None:
         assert torch.equal(tensor, other[name]), name
         for key, moment in policy.optimizer.state.get(tensor, {}).items():
             assert torch.equal(moment, again.optimizer.state[other[name]][key]), (name, key)
-
-
-def test_going_on_equals_never_having_stopped_bit_for_bit(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    going_on_equals_never_having_stopped(tiny_model_dir, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def session(*rewards: float, counted: list[bool] | None = None) -> SessionReward
     return SessionRewards(rewards, counted if counted is not None else [True] * len(rewards))
 
 
-def worked_example() -> None:
+def test_the_worked_example_holds() -> None:
     """Discount 0.9; sessions right; wrong then right; wrong, wrong; wrong, wrong."""
     group = [session(1.0), session(0.9, 1.0), session(0.0, 0.0), session(0.0, 0.0)]
     (got,) = group_advantages([group])
@@ -34,10 +34,6 @@ def worked_example() -> None:
     rounded = tuple(tuple(round(a, 2) for a in of_session) for of_session in got.advantages)
     assert rounded == ((0.91,), (0.73, 0.91), (-0.87, -0.87), (-0.87, -0.87))
     assert not got.zero_variance
-
-
-def test_the_worked_example_holds() -> None:
-    worked_example()
 
 
 def test_each_session_counts_once_however_many_turns_it_has() -> None:
@@ -131,7 +127,7 @@ STAYS = [0, 1, 3]
 """The groups that have something to compare."""
 
 
-def leave_one_out_law() -> None:
+def test_leave_one_out() -> None:
     got = estimate_advantages(UNEVEN, config("rloo"))
     batch = [score for k in STAYS for score in SCORES[k]]
     for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
@@ -145,7 +141,7 @@ def leave_one_out_law() -> None:
         assert got[k].zero_variance is (k not in STAYS)
 
 
-def batch_law() -> None:
+def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
     got = estimate_advantages(UNEVEN, config("reinforce_pp"))
     scores = [score for group in SCORES for score in group]
     mean, std = statistics.fmean(scores), statistics.stdev(scores)
@@ -156,7 +152,7 @@ def batch_law() -> None:
                 assert a == pytest.approx((r - mean) / (std + STD_FLOOR) if c else 0.0)
 
 
-def batch_of_groups_law() -> None:
+def test_the_groups_mean_and_then_the_batch() -> None:
     got = estimate_advantages(UNEVEN, config("reinforce_pp_baseline"))
     batch = [score for k in STAYS for score in SCORES[k]]
     means = [statistics.fmean(s if len(s) > 1 else batch) for s in SCORES]
@@ -170,7 +166,7 @@ def batch_of_groups_law() -> None:
         assert got[k].zero_variance is (k not in STAYS)
 
 
-def deviation_of_the_batch_law() -> None:
+def test_grpo_with_the_deviation_of_the_batch() -> None:
     got = group_advantages(UNEVEN, "batch")
     batch = [score for k in STAYS for score in SCORES[k]]
     std = statistics.stdev(batch)
@@ -179,22 +175,6 @@ def deviation_of_the_batch_law() -> None:
         for advantages, one in zip(got[k].advantages, group, strict=True):
             expected = (one.rewards[0] - b) / (std + STD_FLOOR) if k in STAYS else 0.0
             assert advantages[0] == pytest.approx(expected)
-
-
-def test_leave_one_out() -> None:
-    leave_one_out_law()
-
-
-def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
-    batch_law()
-
-
-def test_the_groups_mean_and_then_the_batch() -> None:
-    batch_of_groups_law()
-
-
-def test_grpo_with_the_deviation_of_the_batch() -> None:
-    deviation_of_the_batch_law()
 
 
 def test_the_others_without_a_deviation() -> None:

@@ -234,7 +234,7 @@ def test_weights_are_those_of_the_tokens_that_staleness_leaves() -> None:
 OVERLONG = {"overlong_length": 4, "overlong_buffer": 2, "overlong_penalty": 0.5}
 
 
-def overlong_law() -> None:
+def test_long_outputs_lose_reward_each_by_itself() -> None:
     """Not the length of the session counts, and no earlier turn pays for a later one."""
     first = interaction("first", session="s", output=(1, 2, 3, 4, 5))
     second = interaction("second", "first", session="s", output=(8, 9, 8))
@@ -246,10 +246,6 @@ def overlong_law() -> None:
     mean = batch.scores[0] / 2
     assert advantages(batch) == pytest.approx([0.5 - mean, 0.75 - mean, -mean])
     assert batch_of(episode).scores == [1.0, 0.0]
-
-
-def test_long_outputs_lose_reward_each_by_itself() -> None:
-    overlong_law()
 
 
 def test_a_row_with_several_outputs_loses_by_its_longest() -> None:

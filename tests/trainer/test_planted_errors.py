@@ -24,14 +24,14 @@ from tests.support.trainer.policies import (
 )
 from tests.trainer import test_adapter_files as adapter_files
 from tests.trainer import test_advantage as advantage
+from tests.trainer import test_batch as batch
+from tests.trainer import test_kl_reward as kl_reward
 from tests.trainer import test_lora as lora
+from tests.trainer import test_packing as packing
+from tests.trainer import test_tree as tree
 from tests.trainer import test_trl as trl
-from tests.trainer.test_batch import mean_law, overlong_law
-from tests.trainer.test_kl_reward import returns_law
-from tests.trainer.test_packing import staleness_law
+from tests.trainer import test_updates as updates
 from tests.trainer.test_surrogates import CONFIGS, equals_the_formula
-from tests.trainer.test_tree import divided_law, equals_rows
-from tests.trainer.test_updates import entropies_law, inputs_law, undo_law, updates_law
 from trainer.lora import Lora
 from trainer.loss import LossConfig, PolicyLoss
 
@@ -44,46 +44,49 @@ def dense_law(packing: str = "tree") -> None:
 
 
 def values_of_some_layers_law() -> None:
-    lora.gradients_are_those_of_whole_weights(lora=Lora(3, 2, ("v_proj", "0.mlp.down_proj")))
+    config = {"lora": Lora(3, 2, ("v_proj", "0.mlp.down_proj"))}
+    lora.test_gradients_are_those_of_whole_weights(config)
 
 
 LAWS: dict[str, Callable[..., Any]] = {
     "dense": dense_law,
     "padded": partial(dense_law, "rows"),
     "trl": trl.loss_and_gradients_equal_trl,
-    "worked example": advantage.worked_example,
-    "staleness": staleness_law,
-    "trees": partial(equals_rows, "qwen3", 0, 10_000),
-    "divided trees": partial(equals_rows, "qwen3", 0, 9),
-    "divided weights": divided_law,
-    "updates": updates_law,
-    "inputs": inputs_law,
-    "high entropy": entropies_law,
-    "undo": undo_law,
+    "worked example": advantage.test_the_worked_example_holds,
+    "staleness": packing.test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old,
+    "trees": partial(tree.test_logprobs_loss_and_gradients_are_those_of_rows, "qwen3", 10_000),
+    "divided trees": partial(tree.test_logprobs_loss_and_gradients_are_those_of_rows, "qwen3", 9),
+    "divided weights": partial(tree.test_a_process_of_several_gives_each_row_its_own_logprobs, 9),
+    "updates": partial(updates.test_several_updates_equal_the_plain_definition, "rows", 2),
+    "inputs": partial(updates.test_the_loss_gets_what_was_computed_before, "tree", 9),
+    "high entropy": partial(updates.test_the_tokens_of_the_highest_entropies, 9),
+    "undo": updates.test_an_update_that_is_not_finite_undoes_the_step,
     **{name: partial(equals_the_formula, name) for name in CONFIGS},
-    "returns": returns_law,
-    "trl vespo": partial(trl.given_equal_trl, "vespo", 1),
-    "trl gspo": partial(trl.given_equal_trl, "gspo"),
+    "returns": partial(
+        kl_reward.test_a_token_loses_what_follows_from_it_with_reinforce_pp, "reinforce_pp"
+    ),
+    "trl vespo": partial(trl.test_given_logprobs, "vespo", 1),
+    "trl gspo": partial(trl.test_given_logprobs, "gspo", 0),
     "trl dr_grpo": partial(trl.preset_equals_trl, "dr_grpo"),
     "trl cispo": partial(trl.preset_equals_trl, "cispo"),
-    "trl rloo": partial(trl.rloo_equals_trl, normalize=False),
-    "trl rloo, kl": partial(trl.rloo_equals_trl, normalize=False, beta=0.2),
-    "leave one out": advantage.leave_one_out_law,
-    "batch": advantage.batch_law,
-    "batch of groups": advantage.batch_of_groups_law,
-    "deviation of the batch": advantage.deviation_of_the_batch_law,
-    **{f"mean, {name}": partial(mean_law, name) for name in ("session", "turn", "constant")},
-    "long outputs": overlong_law,
+    "trl rloo": partial(trl.test_rloo, False, 0.0),
+    "trl rloo, kl": partial(trl.test_rloo, False, 0.2),
+    "leave one out": advantage.test_leave_one_out,
+    "batch": advantage.test_the_batchs_mean_and_deviation_hold_by_law,
+    "batch of groups": advantage.test_the_groups_mean_and_then_the_batch,
+    "deviation of the batch": advantage.test_grpo_with_the_deviation_of_the_batch,
+    **{f"mean, {name}": partial(batch.mean_law, name) for name in ("session", "turn", "constant")},
+    "long outputs": batch.test_long_outputs_lose_reward_each_by_itself,
     "values of some layers": values_of_some_layers_law,
+    "switched off": lora.test_without_the_adapter_it_is_the_base_bit_for_bit,
 }
 OF_ADAPTERS: dict[str, Callable[[Path, Path], Any]] = {
     "merged": lora.merged_weights_are_exact,
     "published": lora.published_is_trained,
-    "recognised": lora.a_folder_is_recognised_until_the_next_step,
-    "only the adapter": lora.only_the_adapter_is_trained,
-    "resumed": adapter_files.going_on_equals_never_having_stopped,
+    "recognised": lora.test_a_folder_is_recognised_until_the_next_step,
+    "only the adapter": lora.test_only_the_adapter_is_trained,
+    "resumed": adapter_files.test_going_on_equals_never_having_stopped_bit_for_bit,
     "complete": adapter_files.a_checkpoint_is_complete,
-    "switched off": lora.without_the_adapter_it_is_the_base,
 }
 """Laws of a model and an empty folder."""
 

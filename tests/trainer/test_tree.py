@@ -46,7 +46,16 @@ def computed(
     return policy.runner.row_logprobs(rows, budget), stats.loss, out
 
 
-def equals_rows(shape: str, seed: int, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "budget"),
+    [
+        pytest.param(*both, marks=() if "qwen3" in both or 9 in both else pytest.mark.service)
+        for both in product(SHAPES, BUDGETS)
+    ],
+)
+def test_logprobs_loss_and_gradients_are_those_of_rows(
+    shape: str, budget: int, seed: int = 0
+) -> None:
     rows = tree_rows(seed)
     oracle, policy = (shaped_policy(shape, packing=way) for way in ("rows", "tree"))
     assert (oracle.runner.packing, policy.runner.packing) == ("rows", "tree")
@@ -59,22 +68,11 @@ def equals_rows(shape: str, seed: int, budget: int) -> None:
     assert_same(got, expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("shape", "budget"),
-    [
-        pytest.param(*both, marks=() if "qwen3" in both or 9 in both else pytest.mark.service)
-        for both in product(SHAPES, BUDGETS)
-    ],
-)
-def test_logprobs_loss_and_gradients_are_those_of_rows(shape: str, budget: int) -> None:
-    equals_rows(shape, 0, budget)
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.sampled_from(BUDGETS))
 @pytest.mark.service
 def test_random_trees_equal_rows(seed: int, budget: int) -> None:
-    equals_rows("qwen3", seed, budget)
+    test_logprobs_loss_and_gradients_are_those_of_rows("qwen3", budget, seed)
 
 
 ALL_TERMS = [
@@ -309,7 +307,8 @@ def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
     assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))
 
 
-def divided_law(budget: int = 9) -> None:
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_a_process_of_several_gives_each_row_its_own_logprobs(budget: int) -> None:
     """Passes in an order that several processes share: every row keeps its number."""
     rows = tree_rows(0)
     expected = small_policy().runner.row_logprobs(rows)
@@ -322,8 +321,3 @@ def divided_law(budget: int = 9) -> None:
     assert len(passes) > 1 or budget > 100
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("budget", [9, 10_000])
-def test_a_process_of_several_gives_each_row_its_own_logprobs(budget: int) -> None:
-    divided_law(budget)

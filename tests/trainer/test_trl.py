@@ -356,7 +356,9 @@ CASES = {
 LENGTH = {"dr_grpo": 7, "luspo": 1}
 
 
-def given_equal_trl(name: str, seed: int = 0) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CASES)
+def test_given_logprobs(name: str, seed: int) -> None:
     """The same loss and gradient by the log-probabilities, and by the entropies."""
     config, aggregation, theirs, spread, mismatch = CASES[name]
     x = random_tokens(seed, spread)
@@ -451,12 +453,6 @@ def test_every_loss_that_trl_has_is_a_case() -> None:
     assert len(there) == 8
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", CASES)
-def test_given_logprobs(name: str, seed: int) -> None:
-    given_equal_trl(name, seed)
-
-
 # -- presets: through the model, with TRL's advantages ---------------------------------------------
 
 PRESETS_THERE: dict[str, dict[str, Any]] = {
@@ -548,7 +544,9 @@ def test_presets(preset: str) -> None:
 # -- RLOO has a trainer of its own -----------------------------------------------------------------
 
 
-def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rloo(normalize: bool, beta: float) -> None:
     """RLOO's advantages, and the gradient of its loss before the policy has moved.
 
     TRL knows no tools' tokens here. Its clipped loss has another value and, on policy, the
@@ -556,7 +554,7 @@ def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
     """
     from trl.trainer.rloo_trainer import RLOOTrainer
 
-    samples = [replace(one, own=[1] * len(one.output)) for one in random_samples(seed)]
+    samples = [replace(one, own=[1] * len(one.output)) for one in random_samples(0)]
     config = TrainConfig(
         preset="rloo",
         constant_length=1,
@@ -581,13 +579,6 @@ def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
     torch.testing.assert_close(got, scored["advantages"], atol=1e-6 if beta else 1e-9, rtol=0)
     policy.accumulate(policy.runner.plan(rows, 10_000), count_trained(rows), loss_config(config))
     assert_same(gradients(policy), there_gradients(trainer), atol=1e-5)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.2])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_rloo(normalize: bool, beta: float) -> None:
-    """With beta the divergence from the reference is in the reward."""
-    rloo_equals_trl(normalize, beta=beta)
 
 
 def test_the_penalty_of_long_outputs() -> None:

@@ -48,12 +48,15 @@ def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
 # -- the updates -----------------------------------------------------------------------------------
 
 
-def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("kind", ["rows", "tree"])
+@pytest.mark.service
+def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> None:
     """Two steps, so that the second one begins with an optimizer that has a state."""
     policy, expected = small_policy(lr=1e-3), small_policy(lr=1e-3)
     for seed in (0, 2):
         rows = random_rows(seed, 7) if kind == "rows" else tree_rows(seed)[:7]
-        result = policy.train(rows, budget, None, StepConfig(epochs), PARTS)
+        result = policy.train(rows, 9, None, StepConfig(epochs), PARTS)
         plain_step(expected, rows, PARTS, epochs)
         assert result.updates == 2 * epochs
     assert policy.steps == 2
@@ -61,13 +64,6 @@ def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
     start = state_of(small_policy())
     moved = [float((a - b).norm()) for a, b in zip(state_of(policy), start, strict=False)]
     assert max(moved) > 1e-2, "comparing what did not move proves nothing"
-
-
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("kind", ["rows", "tree"])
-@pytest.mark.service
-def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> None:
-    updates_law(kind, epochs)
 
 
 def test_one_update_makes_no_further_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +126,9 @@ def test_every_minibatch_needs_tokens() -> None:
 # -- what the loss is given ------------------------------------------------------------------------
 
 
-def inputs_law(kind: str = "tree", budget: int = 9) -> None:
+@pytest.mark.parametrize("kind", ["rows", "tree"])
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
     """Every input against full logits of the policy as it was at that time."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
@@ -196,12 +194,6 @@ def sorted_rows(table: Tensor) -> Tensor:
     return table[sorted(range(len(table)), key=lambda k: table[k].round(decimals=7).tolist())]
 
 
-@pytest.mark.parametrize("kind", ["rows", "tree"])
-@pytest.mark.parametrize("budget", [9, 10_000])
-def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
-    inputs_law(kind, budget)
-
-
 def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
     """One update: pi_prox is the policy itself, and needs no values of its own."""
     policy = small_policy()
@@ -211,7 +203,8 @@ def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
     assert not any("proximal" in c or "sequence_log_ratio" in c for c in recorder.calls)
 
 
-def entropies_law(budget: int = 9) -> None:
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
     """By the entropies of all tokens of the minibatch, wherever they are computed."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
@@ -235,11 +228,6 @@ def logprobs_and_entropies(policy: Policy, row: Row) -> Tensor:
     table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
     before = table[row["loss_mask"].nonzero()[:, 0] - 1]
     return torch.stack([dense_logprobs(policy.model, row), -(before.exp() * before).sum(-1)], 1)
-
-
-@pytest.mark.parametrize("budget", [9, 10_000])
-def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
-    entropies_law(budget)
 
 
 def test_a_kl_term_without_its_model_is_an_error() -> None:
@@ -269,7 +257,7 @@ def test_tokens_of_the_same_entropy_are_chosen_together(seed: int, share: float,
 # -- what is not finite ----------------------------------------------------------------------------
 
 
-def undo_law() -> None:
+def test_an_update_that_is_not_finite_undoes_the_step() -> None:
     policy = small_policy(lr=1e-3)
     bad = random_rows(8, 7)
     bad[PARTS[1][0]]["logprobs"] = bad[PARTS[1][0]]["logprobs"] * float("nan")
@@ -283,10 +271,6 @@ def undo_law() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert all(p.grad is None for p in policy.model.parameters())
         policy.train(random_rows(9, 7), 30, None, StepConfig(2), PARTS)
-
-
-def test_an_update_that_is_not_finite_undoes_the_step() -> None:
-    undo_law()
 
 
 def test_a_step_after_an_undone_one_is_as_if_that_had_not_been() -> None:
