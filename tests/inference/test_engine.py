@@ -22,6 +22,7 @@ from any_agent import (
     load_engine,
 )
 from any_agent.config import RolloutConfig
+from any_agent.engine.pool import EnginePool
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
 from any_agent.rundir.layout import RunDir
 from any_agent.types import GenerationHyperparameters
@@ -108,13 +109,11 @@ async def test_a_stream_that_is_left_ends_its_request(engine: RemoteSGLangEngine
     stream = engine.agenerate_stream(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
     await anext(stream)
     await stream.aclose()
-    pool = engine._pool
-    assert pool is not None
 
-    async def idle() -> bool:
+    async def idle(pool: EnginePool) -> bool:
         return not pool.calls
 
-    await until(idle)
+    await until(lambda: engine.ask(idle))
     assert len((await engine.agenerate(prompt=QUESTION, max_tokens=2)).token_ids) <= 2
 
 
