@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tests.support.trainer.policies import assert_same
 from tests.support.trainer.trees import relative, shaped_model, tree_rows
 from tests.trainer.test_tree import computed
-from tests.trainer.test_tree_attention import by_passes, random_trie
-from tests.trainer.test_trie import ancestors
+from tests.trainer.test_tree_attention import by_passes, dense_attention, random_trie
 from trainer.model import PolicyConfig
 from trainer.policy import Policy
 from trainer.rows import Row
@@ -68,13 +66,8 @@ def test_attention_is_that_of_a_dense_mask(seed: int, dtype: torch.dtype, size: 
         g = torch.Generator().manual_seed(seed)
         draw = [torch.randn(n, h, size, generator=g).cuda().to(dtype) for h in (4, 2, 2)]
         upstream = torch.randn(n, 4, size, generator=g).cuda().to(dtype)
-        mask = torch.zeros(n, n, dtype=torch.bool)
-        for token in range(n):
-            mask[token, ancestors(built, token)] = True
         dense = [t.double().requires_grad_() for t in draw]
-        expected = functional.scaled_dot_product_attention(
-            *(t.transpose(0, 1)[None] for t in dense), attn_mask=mask.cuda(), enable_gqa=True
-        )[0].transpose(0, 1)
+        expected = dense_attention(built, *dense)
         expected.backward(upstream.double())
         bound = 2e-6 if dtype == torch.float32 else 0.02
         wanted = [expected.detach(), *(t.grad for t in dense)]

@@ -23,10 +23,7 @@ def test_a_row_of_them() -> None:
     assert [dull.reject_reason(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
     dull.count("not_accepted")
     assert dull.consecutive == 4
-    assert str(dull) == (
-        "4 groups in a row had nothing to learn from (3 zero_variance, 1 not_accepted): all runs "
-        "of an item score the same, in the last group: 0.25"
-    )
+    assert "(3 zero_variance, 1 not_accepted)" in str(dull) and str(dull).endswith("0.25")
     assert dull.reject_reason(pair("varied")) is None
     assert dull.consecutive == 0
 
@@ -53,12 +50,7 @@ def test_most_of_the_last_ones() -> None:
             assert dull.reject_reason(alike(1.0)) == "zero_variance"
         assert dull.reject_reason(pair("varied")) is None
     assert dull.consecutive == 0
-    assert dull.notice is not None
-    assert dull.notice == (
-        "15 of the last 18 groups had nothing to learn from (15 zero_variance): an item whose runs "
-        "all score the same is solved, or too hard. Other tasks or rewards would help "
-        "(docs/how-to/troubleshoot.md#my-reward-does-not-rise)"
-    )
+    assert dull.notice is not None and "15 of the last 18 groups" in dull.notice
     for _ in range(8):
         assert dull.reject_reason(pair("varied")) is None
     assert dull.notice is None
