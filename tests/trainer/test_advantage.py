@@ -36,17 +36,6 @@ def test_the_worked_example_holds() -> None:
     assert not got.zero_variance
 
 
-def test_each_session_counts_once_however_many_turns_it_has() -> None:
-    (got,) = group_advantages([[session(*[0.0] * 9), session(1.0)]])
-    assert got.baseline == 0.5
-
-
-def test_advantages_may_stay_undivided() -> None:
-    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std="none")
-    assert got.baseline == 0.625
-    assert got.advantages == ((0.375,), (-0.625, -0.125))
-
-
 def test_equal_scores_are_zero_variance_even_if_turns_differ() -> None:
     """Divided by 1e-4 their turns would get advantages in the hundreds."""
     (got,) = group_advantages([[session(0.9, 1.0), session(1.0, 0.9)]])
@@ -59,41 +48,9 @@ def test_rounding_is_not_variance() -> None:
     assert got.zero_variance
 
 
-def test_uncounted_interactions_make_no_score_and_get_no_advantage() -> None:
-    half = session(5.0, 1.0, counted=[False, True])
-    (got,) = group_advantages([[half, session(0.0)]], normalize_std="none")
-    assert got.scores == (1.0, 0.0)
-    assert got.advantages == ((0.0, 0.5), (-0.5,))
-
-
-def test_a_session_without_counted_interactions_stands_nowhere() -> None:
-    mute = session(9.0, counted=[False])
-    (got,) = group_advantages([[session(1.0), session(0.0), mute]])
-    (without,) = group_advantages([[session(1.0), session(0.0)]])
-    assert got.scores == (1.0, 0.0, None)
-    assert (got.baseline, got.std) == (without.baseline, without.std)
-    assert got.advantages == (*without.advantages, (0.0,))
-
-
 def test_one_score_in_a_group_of_several_is_nothing_to_compare() -> None:
     (got,) = group_advantages([[session(1.0), session(9.0, counted=[False])]])
     assert got.zero_variance and got.advantages == ((0.0,), (0.0,))
-
-
-def test_groups_of_one_use_the_batch_and_are_not_dropped() -> None:
-    groups = [[session(1.0)], [session(0.0, 0.0)], [session(0.25)]]
-    got = group_advantages(groups)
-    scores = [1.0, 0.0, 0.25]
-    mean, std = statistics.mean(scores), statistics.stdev(scores)
-    for g, score in zip(got, scores, strict=True):
-        assert not g.zero_variance
-        assert g.baseline == pytest.approx(mean) and g.std == pytest.approx(std)
-        assert g.advantages[0][0] == pytest.approx((score - mean) / (std + STD_FLOOR))
-
-
-def test_the_batch_is_all_of_it_but_for_dropped_groups() -> None:
-    groups = [[session(1.0)], [session(0.0), session(0.5)], [session(7.0), session(7.0)]]
-    assert group_advantages(groups)[0].baseline == pytest.approx(0.5)
 
 
 def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
@@ -102,11 +59,6 @@ def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
     assert not got[0].zero_variance
     (alone,) = group_advantages([[session(3.0)]])
     assert alone.advantages == ((0.0,),) and alone.std is None and not alone.zero_variance
-
-
-def test_a_group_of_one_that_says_nothing_is_kept_at_zero() -> None:
-    (got,) = group_advantages([[session(3.0, counted=[False])]])
-    assert got.scores == (None,) and got.baseline is None and got.advantages == ((0.0,),)
 
 
 # -- the other estimators, each by its formula ----------------------------------------------------
@@ -125,6 +77,22 @@ UNEVEN = [
 SCORES = [[1.0, 0.95, 0.0], [2.0, 4.0, 3.0, 1.0], [0.5, 0.5], [7.0]]
 STAYS = [0, 1, 3]
 """The groups that have something to compare."""
+
+
+@pytest.mark.parametrize("normalize_std", ["group", "none"])
+def test_grpo_by_its_formula(normalize_std: str) -> None:
+    """A session counts once; a group of one uses the batch, but for dropped groups."""
+    got = group_advantages(UNEVEN, normalize_std)
+    batch = [score for k in STAYS for score in SCORES[k]]
+    for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
+        pool = scores if len(scores) > 1 else batch
+        b, std = statistics.fmean(pool), statistics.stdev(pool)
+        assert got[k].baseline == pytest.approx(b) and got[k].std == pytest.approx(std)
+        assert got[k].scores == tuple(scores) and got[k].zero_variance is (k not in STAYS)
+        scale = std + STD_FLOOR if normalize_std == "group" else 1.0
+        for advantages, one in zip(got[k].advantages, group, strict=True):
+            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
+                assert a == pytest.approx((r - b) / scale if c and k in STAYS else 0.0)
 
 
 def test_leave_one_out() -> None:

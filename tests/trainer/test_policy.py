@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -54,20 +53,6 @@ def test_gradient_in_float32() -> None:
     expected = dense_gradients(small_policy(), rows, LossConfig())
     _, got = trainer_gradients(small_policy(dtype=torch.float32), rows)
     assert_same({k: t.double() for k, t in got.items()}, expected, atol=1e-5, rtol=1e-4)
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10_000), st.integers(1, 150), st.integers(1, 40), st.randoms())
-@pytest.mark.service
-def test_neither_split_nor_chunks_nor_order_matter(
-    seed: int, budget: int, chunk: int, shuffler: random.Random
-) -> None:
-    rows = random_rows(seed, 5)
-    loss, expected = trainer_gradients(small_policy(), rows)
-    shuffler.shuffle(rows)
-    again, got = trainer_gradients(small_policy(head_chunk=chunk), rows, token_budget=budget)
-    assert again == pytest.approx(loss, abs=1e-11)
-    assert_same(got, expected, atol=1e-11)
 
 
 def test_padding_changes_nothing(policy: Policy) -> None:

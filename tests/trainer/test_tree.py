@@ -126,37 +126,6 @@ def test_entropies_have_a_gradient_only_where_the_loss_wants_it() -> None:
         assert done.entropies.requires_grad is wanted and done.logprobs.requires_grad
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_parameters_gradient_in_float32(shape: str) -> None:
-    rows = tree_rows(1, torch.float32, count=20)
-    _, _, expected = computed(shaped_policy(shape, torch.float32, packing="rows"), rows)
-    policy = shaped_policy(shape, torch.float32)
-    for budget in BUDGETS[1:]:
-        _, _, found = computed(policy, rows, budget)
-        for name, tensor in expected.items():
-            assert relative(found[name], tensor) < 1e-5, name
-
-
-def test_bfloat16_is_no_rougher_than_by_rows() -> None:
-    rows = tree_rows(2, count=60)
-    logprobs, _, exact = computed(shaped_policy("qwen3", packing="rows"), rows)
-    target = torch.cat([*logprobs, *(t.flatten() for t in exact.values())])
-    errors = []
-    for way in ("rows", "tree"):
-        policy = shaped_policy("qwen3", torch.bfloat16, packing=way)
-        assert policy.runner.packing == way
-        found, _, got = computed(policy, rows, 60)
-        errors.append(
-            (
-                relative(torch.cat(found), torch.cat(logprobs)),
-                [relative(got[name], exact[name]) for name in exact],
-            )
-        )
-    (by_rows, of_rows), (by_tree, of_tree) = errors
-    assert len(target) and 0 < by_tree <= 1.2 * by_rows
-    assert sum(of_tree) <= 1.2 * sum(of_rows)
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.integers(1, 200), st.randoms())
 @pytest.mark.service
