@@ -47,26 +47,6 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, headers=OWN, trust_env=False, timeout=10)
 
 
-def test_a_run_that_is_gone_is_told_to_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
-    run, reasons = tmp_path / "run", list[str]()
-    (run / "registry").mkdir(parents=True)
-    shown = TrainerHeartbeat(
-        run / "registry",
-        TrainerMetrics(dict),
-        signer=SIGNER,
-        ready=lambda: True,
-        on_lost=reasons.append,
-    )
-    with shown:
-        until(lambda: entry_in(run / "registry"))
-        run.rename(tmp_path / "elsewhere")
-        until(lambda: reasons)
-    assert str(run) in reasons[0]
-
-
 def test_the_entry_lives_as_long_as_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,38 +75,6 @@ def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
         raise ValueError("why")
     last = entry_in(tmp_path)
     assert last is not None and last.state == "ready"
-
-
-def test_a_folder_that_cannot_be_written_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
-    folder = tmp_path / "registry"
-    with opened(folder) as presence:
-        until(lambda: caplog.records)
-        assert get(f"{presence.url}/metrics").status_code == 200
-        folder.mkdir()
-        until(lambda: entry_in(folder))
-    assert [record.levelname for record in caplog.records if record.levelname != "INFO"] == [
-        "WARNING"
-    ]
-
-
-def test_whatever_fails_the_next_beat_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
-    asked = 0
-
-    def ready() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked < 3:
-            raise RuntimeError("planted")
-        return True
-
-    with TrainerHeartbeat(tmp_path, TrainerMetrics(dict), signer=SIGNER, ready=ready):
-        until(lambda: entry_in(tmp_path))
 
 
 def test_a_disk_that_hangs_delays_no_training(

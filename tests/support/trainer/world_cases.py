@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -251,24 +250,6 @@ def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], l
     return weights_of(policy), some
 
 
-def not_finite(leader: Leader, model: str, broken: int) -> tuple[str, bool, int]:
-    """What is said of a row with a behaviour that is not a number, whether nothing was changed, and
-    the steps made after a good one."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
-    before = weights_of(policy)
-    rows = random_rows(3, 6, dtype=torch.float32)
-    rows[broken]["logprobs"][-1] = float("nan")
-    said = ""
-    try:
-        policy.train(rows, 60)
-    except FloatingPointError as error:
-        said = str(error)
-    after = weights_of(policy)
-    same = all(torch.equal(before[name], t) for name, t in after.items())
-    policy.train(random_rows(4, dtype=torch.float32), 60)
-    return said, same, policy.steps
-
-
 def killed(world: World) -> tuple[str, str]:
     """What the leader is told, in the middle of something and while it waits, when another process
     is gone."""
@@ -356,47 +337,6 @@ class Dying(Follower):
         super().step(command)
 
 
-def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[int], str] | None:
-    """What the leader is told where another process's disk is full, the checkpoints that are there
-    then, those after another step, and what is said of rows with nothing to train on."""
-    torch.set_num_threads(1)
-    if not world.leads:
-        Cramped(world, CONFIG, TRAIN).follow()
-        return None
-    leader = Leader(world)
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
-    policy.train(random_rows(0, dtype=torch.float32), 60)
-    full = empty = ""
-    try:
-        save_checkpoint(Path(root), policy, Path(model), {})
-    except TrainingError as error:
-        full = error.message
-    first = list(complete_checkpoints(Path(root)))
-    try:
-        policy.train([], 60)
-    except ValueError as error:
-        empty = str(error)
-    policy.train(random_rows(1, dtype=torch.float32), 60)
-    save_checkpoint(Path(root), policy, Path(model), {})
-    leader.stop()
-    return full, first, list(complete_checkpoints(Path(root))), empty
-
-
-class Cramped(Follower):
-    """Its files may not be longer than a few bytes the first time, as on a disk that is full."""
-
-    room = 64
-
-    def save(self, folder: Path) -> None:
-        before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.room, most))
-        self.room = before
-        try:
-            super().save(folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-
-
 def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | None:
     """The checkpoints, and a later loss, where the disk is full for one process, then another."""
     torch.set_num_threads(1)
@@ -407,9 +347,15 @@ def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | No
     leader = Leader(world)
     policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     policy.train(random_rows(0, dtype=torch.float32), 60)
+    try:
+        policy.train([], 60)
+        raise AssertionError("there is nothing to train on")
+    except ValueError:
+        pass  # and the other process lives
     tries = []
 
     def save() -> Path:
+        assert list(complete_checkpoints(Path(root))) == [], "nothing half is kept"
         tries.append(1)
         return save_checkpoint(Path(root), policy, Path(model), {})
 

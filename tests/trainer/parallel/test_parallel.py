@@ -18,12 +18,10 @@ from tests.support.trainer.world_cases import (
     buckets_left_early,
     commanded,
     compared,
-    cramped,
     divided_case,
     gone_on,
     gradients_of,
     led,
-    not_finite,
     run,
     saved_again,
     silent,
@@ -200,15 +198,6 @@ def test_buckets_may_be_left_and_hold_the_weights_of_all(tiny_model_dir: Path) -
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("broken", [0, 1])
-def test_what_is_not_finite_in_one_process_stops_the_step_of_all(
-    tiny_model_dir: Path, broken: int
-) -> None:
-    said, unchanged, steps = together(2, led, not_finite, str(tiny_model_dir), broken)[0]
-    assert "micro-batch" in said
-    assert unchanged and steps == 1
-
-
 def test_a_process_that_is_gone_is_told_of() -> None:
     ((said, told),) = together(2, one_killed, dying=(1,))
     assert "is gone" in said
@@ -218,17 +207,6 @@ def test_a_process_that_is_gone_is_told_of() -> None:
 def test_a_process_that_hangs_is_told_of_everywhere() -> None:
     for said in together(3, silent, stopped=(1,)):
         assert "is gone" in said
-
-
-def test_where_the_disk_is_full_for_another_process_nothing_half_is_kept(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    full, first, later, empty = together(2, cramped, str(tiny_model_dir), str(tmp_path))[0]
-    assert "training process 1" in full and "cannot be written: " in full
-    assert "File too large" in full
-    assert first == [] and later == [2]
-    assert "nothing" in empty
-    load_checkpoint(tmp_path / "step-00000002", CONFIG)
 
 
 def test_a_full_disk_of_either_process_is_waited_out(tiny_model_dir: Path, tmp_path: Path) -> None:
