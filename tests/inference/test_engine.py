@@ -105,7 +105,9 @@ async def test_its_text_as_it_comes(engine: RemoteSGLangEngine) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
 
 
-async def test_a_stream_that_is_left_ends_its_request(engine: RemoteSGLangEngine) -> None:
+async def test_a_stream_that_is_left_or_a_call_that_is_cancelled_ends_its_request(
+    engine: RemoteSGLangEngine,
+) -> None:
     stream = engine.agenerate_stream(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
     await anext(stream)
     await stream.aclose()
@@ -113,6 +115,10 @@ async def test_a_stream_that_is_left_ends_its_request(engine: RemoteSGLangEngine
     async def idle(pool: EnginePool) -> bool:
         return not pool.calls
 
+    await until(lambda: engine.ask(idle))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await engine.agenerate(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
     await until(lambda: engine.ask(idle))
     assert len((await engine.agenerate(prompt=QUESTION, max_tokens=2)).token_ids) <= 2
 
@@ -159,9 +165,6 @@ async def test_what_cannot_be_asked(
     with fails_with(error, says):
         async for _ in engine.agenerate_stream(**asked):
             pass
-
-
-async def test_a_request_says_how_it_is_sampled(engine: RemoteSGLangEngine) -> None:
     with fails_with(ValueError, "temperature", "gconfig"):
         await engine.agenerate(ModelRequest(prompt="a"), temperature=1.0)
 
@@ -194,15 +197,6 @@ async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
     with fails_with(EngineUnavailable, "initialize"):
         engine.submit({"n": 0}, Saying())
     engine.destroy()
-
-
-def test_a_call_that_is_cancelled_is_ended(engine: RemoteSGLangEngine) -> None:
-    async def cut_off() -> None:
-        async with asyncio.timeout(0):
-            await engine.agenerate(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(cut_off())
 
 
 class Saying(RolloutWorkflow):

@@ -74,24 +74,22 @@ def by_item(reward: dict[int, Any]) -> Doing:
     return Doing(do)
 
 
-@pytest.mark.parametrize(
-    ("settings", "due"),
-    [
-        ({"every": 0}, []),
-        ({"every": 0, "at_start": True}, [0]),
-        ({"every": 2}, [2, 4, 5]),
-        ({"every": 3, "at_start": True}, [0, 3, 5]),
-        ({"every": 100}, [5]),
-    ],
-)
-def test_when_it_is_due(tmp_path: Path, settings: dict[str, Any], due: list[int]) -> None:
+def test_when_it_is_due(tmp_path: Path) -> None:
     with executor() as e:
-        lab = Lab(tmp_path, e)
-        evaluation = lab.evaluation(Doing(), 1, **settings)
-        evaluation(0, False)
-        for step in range(1, 6):
-            evaluation(step, step == 5)
-    assert [line["step"] for line in lab.lines] == due
+        for number, (settings, due) in enumerate(
+            (
+                ({"every": 0}, []),
+                ({"every": 0, "at_start": True}, [0]),
+                ({"every": 2}, [2, 4, 5]),
+                ({"every": 3, "at_start": True}, [0, 3, 5]),
+                ({"every": 100}, [5]),
+            )
+        ):
+            lab = Lab(tmp_path / str(number), e)
+            evaluation = lab.evaluation(Doing(), 1, **settings)
+            for step in range(6):
+                evaluation(step, step == 5)
+            assert [line["step"] for line in lab.lines] == due, settings
 
 
 def test_means_and_what_has_none(tmp_path: Path) -> None:
@@ -100,7 +98,11 @@ def test_means_and_what_has_none(tmp_path: Path) -> None:
         lab = Lab(tmp_path, e)
         lab.evaluation(workflow, 5, group_size=2)(4, False)
         assert e.rejected == {} and e.capacity.admitted == 0, "nothing of it is trained on"
-    (line,) = lab.lines
+        lab.evaluation(by_item(dict.fromkeys(range(2), KeyError("answer"))), 2)(6, False)
+    line, last = lab.lines
+    found = last["eval"]
+    assert (found["reward"], found["ci95"], found["failed"]) == (None, None, {"failed": 2})
+    assert "no reward" in lab.said[1]
     assert (line["step"], line["version"]) == (4, 0)
     found = line["eval"]
     assert found["reward"] == pytest.approx(2 / 3)
@@ -163,15 +165,6 @@ def test_what_takes_too_long_is_left_out(tmp_path: Path) -> None:
     assert lab.lines[0]["eval"]["failed"] == {"timeout": 3}
     assert lab.lines[0]["eval"]["reward"] == 1.0
     assert lab.lines[1]["eval"]["episodes"] == 4
-
-
-def test_nothing_but_failures(tmp_path: Path) -> None:
-    with executor() as e:
-        lab = Lab(tmp_path, e)
-        lab.evaluation(by_item(dict.fromkeys(range(2), KeyError("answer"))), 2)(2, False)
-    found = lab.lines[0]["eval"]
-    assert (found["reward"], found["ci95"], found["failed"]) == (None, None, {"failed": 2})
-    assert "no reward" in lab.said[0]
 
 
 def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from any_agent.errors import TrainingError
 from any_agent.workflow import Episode
 from tests.support.errors import fails_with
 from tests.support.trainer.episodes import interaction, pair, session
-from tests.support.trainer.loop import Lab, config_of
 from trainer.batch import TrainingBatch, training_batch
 from trainer.rows import Row
 
@@ -138,16 +137,3 @@ def test_a_reference_that_is_not_finite_ends_training() -> None:
 
 
 # -- in a run --------------------------------------------------------------------------------------
-
-
-def test_the_reference_is_the_model_of_the_beginning(settings: list[str]) -> None:
-    """The score of a step is the reward, less the divergence of what was recorded."""
-    more = ("train.lr=1e-2", "train.preset=reinforce_pp", "rollout.eta=9", "train.steps=2")
-    script = [[*pair("a"), session("odd", 0.4, group="a", turns=3)], pair("b", turns=2)]
-    first = Lab(config_of(settings, *more, "train.kl_reward_coef=0.5"), script)
-    assert first.trainer.train()
-    policy = first.trainer.policy
-    assert policy.reference is not None
-    rewards = [line["reward"] for line in first.metrics]
-    outcome = [(1 + 0 + 0.4) / 3, 0.5]
-    assert all(abs(got - plain) > 0.01 for got, plain in zip(rewards, outcome, strict=True))

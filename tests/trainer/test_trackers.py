@@ -184,18 +184,11 @@ def test_a_run_that_goes_back_to_an_earlier_step(
     followed(config, run_dir)
     assert [step for _, step in fake.got] == [1, 2, 3, 2, 3, 4]
     assert [step for _, step in fake.opened] == [1, 2]
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-def test_an_evaluation_after_a_restart_does_not_remove_its_step(
-    fake: type[Fake], config: Config, run_dir: RunDir, replaces: bool
-) -> None:
-    fake.replaces = replaces
-    write(run_dir, 1)
+    # An evaluation after a restart does not remove its step.
+    fake.got.clear()
+    write(run_dir, 4, eval={"reward": 0.5})
     followed(config, run_dir)
-    write(run_dir, 1, eval={"reward": 0.5})
-    followed(config, run_dir)
-    assert fake.got == [(1, 1), (1, 1), (2, 1)] if replaces else [(1, 1), (2, 1)]
+    assert fake.got == ([(6, 4), (7, 4)] if replaces else [(7, 4)])
 
 
 def test_a_file_that_was_emptied_ends_nothing(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,9 @@ from tests.support.trainer.updates import (
 from trainer.loss import LOSSES, LossConfig
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
-from trainer.updates import Snapshot, StepConfig, divide, with_high_entropies
+from trainer.updates import StepConfig, divide, with_high_entropies
 
 PARTS = [[0, 2, 4], [1, 3, 5, 6]]
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    with pytest.MonkeyPatch.context() as patch:
-        one = Recorder()
-        patch.setattr(LOSSES, "find", lambda name: one)
-        yield one
 
 
 def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
@@ -66,8 +57,9 @@ def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> N
     assert max(moved) > 1e-2, "comparing what did not move proves nothing"
 
 
-def test_one_update_makes_no_further_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_update_makes_no_further_pass_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = small_policy(lr=1e-3)
+    monkeypatch.setattr(trainer.policy, "Snapshot", lambda _: pytest.fail("a copy"))
     monkeypatch.setattr(policy.runner, "logprobs", lambda passes: pytest.fail("a further pass"))
     result = policy.train(random_rows(0), 30)
     assert result.updates == 1
@@ -194,15 +186,6 @@ def sorted_rows(table: Tensor) -> Tensor:
     return table[sorted(range(len(table)), key=lambda k: table[k].round(decimals=7).tolist())]
 
 
-def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
-    """One update: pi_prox is the policy itself, and needs no values of its own."""
-    policy = small_policy()
-    policy.reference = policy.runner.logprobs
-    policy.train(random_rows(0), 30, SEQUENCE_LEVEL)
-    assert all("sequence_log_weight" in call for call in recorder.calls)
-    assert not any("proximal" in c or "sequence_log_ratio" in c for c in recorder.calls)
-
-
 @pytest.mark.parametrize("budget", [9, 10_000])
 def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
     """By the entropies of all tokens of the minibatch, wherever they are computed."""
@@ -302,14 +285,6 @@ def test_other_errors_undo_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(torch.OutOfMemoryError):
         policy.train(random_rows(0, 7), 30, None, None, PARTS)
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
-
-
-def test_one_update_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copied(optimizer: object) -> Snapshot:
-        pytest.fail("nothing has to be undone")
-
-    monkeypatch.setattr(trainer.policy, "Snapshot", copied)
-    small_policy().train(random_rows(0))
 
 
 # -- the division ----------------------------------------------------------------------------------
