@@ -16,7 +16,7 @@ import trainer.checkpoint
 from any_agent.errors import NotFound, StartupError
 from any_agent.rundir.checksums import write_manifest
 from tests.support.errors import fails_with
-from tests.support.trainer.policies import random_rows
+from tests.support.trainer.adapters import train
 from trainer.checkpoint import (
     complete_checkpoints,
     latest_checkpoint,
@@ -28,12 +28,6 @@ from trainer.model import PolicyConfig
 from trainer.policy import Policy
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
-
-
-def train(policy: Policy, seeds: range) -> None:
-    for seed in seeds:
-        rows = random_rows(seed, dtype=torch.float32)
-        policy.train(rows, 60)
 
 
 def draws() -> tuple[float, float, float]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import trainer
 from any_agent.config import Config, load_config
 from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
@@ -100,10 +99,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Nothing(RolloutWorkflow):
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
         return None
-
-
-def test_both_names_are_one_trainer() -> None:
-    assert trainer.PPOTrainer is trainer.GRPOTrainer
 
 
 def test_a_process_that_is_led_starts_nothing_and_follows_once(

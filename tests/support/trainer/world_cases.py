@@ -21,7 +21,7 @@ from any_agent.config import TrainConfig
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from any_agent.runtime.disk_space import DiskSpace
-from tests.support.trainer.adapters import LORA, row_logprobs, stirred
+from tests.support.trainer.adapters import LORA, row_logprobs, stirred, train, weights_of
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, in_precision, random_rows
@@ -212,8 +212,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
     policy, _ = load_policy(model, config, leader, checkpoint=False)
-    for seed in seeds:
-        policy.train(random_rows(seed, dtype=torch.float32), 60)
+    train(policy, seeds)
     save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
     return weights_of(policy)
 
@@ -229,13 +228,8 @@ def gone_on(
     leader: Leader, checkpoint: str, seeds: range, config: PolicyConfig = CONFIG
 ) -> dict[str, Tensor]:
     policy, _ = load_policy(checkpoint, config, leader, checkpoint=True)
-    for seed in seeds:
-        policy.train(random_rows(seed, dtype=torch.float32), 60)
+    train(policy, seeds)
     return weights_of(policy)
-
-
-def weights_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: t.clone() for bucket in policy.buckets(3000) for name, t in bucket}
 
 
 def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:

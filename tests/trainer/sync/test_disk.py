@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
@@ -26,6 +25,7 @@ from any_agent.rundir.registry import RegistryEntry
 from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
 from tests.support.ports import own_port
+from tests.support.waiting import until
 from trainer.sync import NewWeights, base
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
 from trainer.sync.disk import DiskSync
@@ -126,13 +126,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def engines() -> tuple[Engine, Engine]:
     return Engine(), Engine()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)
 
 
 def on_this_loop(coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
