@@ -66,7 +66,7 @@ async def test_a_trial_at_engines_that_serve_it(
     assert {v for one in said for v in one.output_versions} == {0, 11}
 
 
-async def test_an_engine_as_it_is(models: list[Path], urls: list[str]) -> None:
+async def test_a_running_engine_needs_no_trial(models: list[Path], urls: list[str]) -> None:
     """Its folder is here, so its tokenizer is."""
     config = RolloutConfig(batch_size=1)  # type: ignore[call-arg]
     async with RemoteSGLangEngine(config).initialize(url=urls[2]) as engine:
@@ -149,7 +149,7 @@ async def test_a_model_without_a_chat_template_takes_ids_alone(
             await engine.agenerate(prompt=QUESTION)
 
 
-def test_one_that_fails_while_it_is_asked(models: list[Path]) -> None:
+def test_an_engine_that_fails_while_it_is_asked_is_told(models: list[Path]) -> None:
     scripted = ScriptedEngine()
     engine = RemoteSGLangEngine()
     with served_in_thread(scripted, within=60):

@@ -88,7 +88,7 @@ async def test_the_ways_to_ask_are_one(engine: RemoteSGLangEngine) -> None:
     assert len({(tuple(r.input_tokens), tuple(r.output_tokens), r.text) for r in said}) == 1
 
 
-async def test_its_text_as_it_comes(engine: RemoteSGLangEngine) -> None:
+async def test_a_stream_is_the_whole_answer(engine: RemoteSGLangEngine) -> None:
     asked: dict[str, Any] = {"prompt": QUESTION, "seed": 7, "max_tokens": 24}
     for more in ({}, {"stop": ["e"]}):
         whole = await engine.agenerate(**asked, **more)
@@ -169,7 +169,7 @@ async def test_what_cannot_be_asked(
         await engine.agenerate(ModelRequest(prompt="a"), temperature=1.0)
 
 
-def test_it_blocks_where_that_is_wanted(trial: RunDir) -> None:
+def test_a_model_of_a_script_blocks(trial: RunDir) -> None:
     root = trial.path.parents[2]
     with load_engine("exp", "one", user="me", root=root) as model:
         assert isinstance(model, LocalModel)

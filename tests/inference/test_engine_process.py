@@ -59,7 +59,7 @@ def root(tmp_path: Path, models: list[Path], monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "runs"
 
 
-def test_it_is_started_and_ended(root: Path) -> None:
+def test_an_sglang_is_started_and_ended(root: Path) -> None:
     """By a thread that ends before it is asked."""
     engine = RemoteSGLangEngine()
     thread = threading.Thread(target=lambda: engine.initialize(**PLACE, root=root))
@@ -84,7 +84,7 @@ def test_it_is_started_and_ended(root: Path) -> None:
         httpx.get(f"{sglang.url}/health")
 
 
-def test_one_that_cannot_start_says_why(root: Path) -> None:
+def test_an_sglang_that_cannot_start_says_why(root: Path) -> None:
     broken = root.parent / "sglang" / "launch_server.py"
     broken.write_text("raise SystemExit('no memory left')")
     with fails_with(StartupError, "ended with 1", "no memory left"):

@@ -87,7 +87,7 @@ def test_a_checkpoint_before_the_first_step(tiny_model_dir: Path, tmp_path: Path
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_anyone_can_load_it(root: Path) -> None:
+def test_transformers_loads_a_checkpoint(root: Path) -> None:
     path = root / "step-00000003"
     model = AutoModelForCausalLM.from_pretrained(path)
     policy, _ = load_checkpoint(path, CONFIG)
@@ -122,7 +122,7 @@ def test_the_latest_is_found_whatever_the_pointer_says(root: Path, tmp_path: Pat
     ],
 )
 @pytest.mark.parametrize("how", ["truncated", "gone"])
-def test_a_broken_one_is_passed_over_and_said_so(
+def test_a_broken_checkpoint_is_passed_over(
     root: Path, file: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = root / "step-00000003" / file

@@ -92,7 +92,7 @@ def test_when_it_is_due(tmp_path: Path) -> None:
             assert [line["step"] for line in lab.lines] == due, settings
 
 
-def test_means_and_what_has_none(tmp_path: Path) -> None:
+def test_an_evaluation_has_means_and_counts_failures(tmp_path: Path) -> None:
     workflow = by_item({0: 1.0, 1: 0.0, 2: ZeroDivisionError("no"), 3: REJECT, 4: 1.0})
     with executor() as e:
         lab = Lab(tmp_path, e)
@@ -132,7 +132,7 @@ def test_the_score_of_a_run_is_that_of_training() -> None:
     assert score(two) == 1.0
 
 
-def test_workflows_know_that_it_is_one(tmp_path: Path) -> None:
+def test_workflows_know_that_they_are_evaluated(tmp_path: Path) -> None:
     workflow = Doing()
     seen = []
 
@@ -167,7 +167,7 @@ def test_what_takes_too_long_is_left_out(tmp_path: Path) -> None:
     assert lab.lines[1]["eval"]["episodes"] == 4
 
 
-def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:
+def test_a_step_is_not_evaluated_twice(tmp_path: Path) -> None:
     with executor() as e:
         lab = Lab(tmp_path, e)
         first = lab.evaluation(Doing())
@@ -183,7 +183,7 @@ def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:
         assert len(lab.lines) == 2
 
 
-def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+def test_an_interrupt_ends_an_evaluation(tmp_path: Path) -> None:
     workflow = Gated()
     with executor() as e:
         lab = Lab(tmp_path, e)
@@ -219,7 +219,9 @@ def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_after", [None, 3])
-def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: int | None) -> None:
+def test_a_run_is_evaluated_between_its_steps(
+    tiny_model_dir: Path, tmp_path: Path, stop_after: int | None
+) -> None:
     """Steps 0, 2 and 4 are evaluated between two steps, with their weights, and 5 because it is
     the last; a run that goes on does none of them again."""
     settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "rollout.eta=1"]

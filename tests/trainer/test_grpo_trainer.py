@@ -185,8 +185,10 @@ def test_whoever_asks_for_the_url_has_a_service_and_agents_outside_have_one_at_o
     assert dashboard == "dashboard http://127.0.0.1:1/ui" and line.endswith("http://127.0.0.1:1")
 
 
-def test_data_that_nothing_can_run_on(config: Config) -> None:
+def test_a_config_and_data_that_nothing_can_run_on(config: Config) -> None:
     """It is told before the service is started."""
+    with fails_with(ConfigError, "a str"):
+        GRPOTrainer("my.yaml")  # type: ignore[arg-type]
     with fails_with(ConfigError, "train_dataset"):
         GRPOTrainer(config, train_dataset=[])
     with fails_with(ConfigError, "train_dataset[1]", "str"):

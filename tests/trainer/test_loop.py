@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     assert lab.service.published == [(1, 1)]
 
 
-def test_many_in_a_row_end_the_training(settings: list[str]) -> None:
+def test_many_steps_in_a_row_that_are_not_finite_end_the_training(settings: list[str]) -> None:
     """A good one in between begins the count anew."""
     four = [not_finite(f"a{k}") for k in range(4)]
     five = [not_finite(f"b{k}") for k in range(5)]

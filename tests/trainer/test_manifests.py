@@ -62,7 +62,7 @@ def test_what_came_after_a_checkpoint(manifests: ManifestStore, tmp_path: Path) 
         manifests.after(2)
 
 
-def test_those_that_no_resume_needs_go(manifests: ManifestStore) -> None:
+def test_manifests_that_no_resume_needs_go(manifests: ManifestStore) -> None:
     write(manifests, 1, 2, 3, 4)
     manifests.prune(2)
     assert manifests.steps() == [3, 4]

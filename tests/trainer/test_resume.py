@@ -132,7 +132,7 @@ def test_what_the_ranks_serve_already_is_not_published_again(settings: list[str]
     assert again.executor.acks[0] == (["p2-good", "p2-bad"], {})
 
 
-def test_what_they_do_not_serve_is_published_as_a_new_version(settings: list[str]) -> None:
+def test_what_the_ranks_do_not_serve_is_published_as_a_new_version(settings: list[str]) -> None:
     again = Lab(config_of(settings, *RUN), episodes()).die("step", 3).again()
     again.trainer.train()
     assert again.service.published == [(3, 3), (4, 4), (5, 5)]

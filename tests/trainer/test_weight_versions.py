@@ -41,7 +41,7 @@ def test_a_version_is_not_used_again_after_a_crash(path: Path) -> None:
     assert WeightVersions(path).steps_of({7})[7] < -1_000_000, "unknown ones are long ago"
 
 
-def test_above_what_an_engine_serves(path: Path) -> None:
+def test_versions_go_on_above_what_an_engine_serves(path: Path) -> None:
     versions = WeightVersions(path)
     versions.at_least(7)
     assert versions.reserve(step=1) == 8
@@ -50,7 +50,7 @@ def test_above_what_an_engine_serves(path: Path) -> None:
     assert WeightVersions(path).reserve(step=3) == 10
 
 
-def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_versions_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.publisher, "MAX_REMEMBERED", 3)
     versions = WeightVersions(path)
     for step in range(1, 11):

@@ -18,7 +18,7 @@ def alike(reward: float) -> Episode:
     return [session(f"s{k}", reward) for k in range(4)]
 
 
-def test_a_row_of_them() -> None:
+def test_groups_that_teach_nothing_are_counted() -> None:
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     assert [dull.reject_reason(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
     dull.count("not_accepted")
@@ -42,7 +42,7 @@ def test_scores_since_a_step_are_those_of_all_sessions() -> None:
     assert dull.scores.read()["sessions"] == 0
 
 
-def test_most_of_the_last_ones() -> None:
+def test_most_of_the_last_groups_are_noticed() -> None:
     """A group that differs now and then makes a step, after a long wait."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_most_of_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize("fate", ["drop", "keep"])
-def test_they_are_in_a_step_where_that_is_set(fate: str) -> None:
+def test_groups_that_teach_nothing_are_in_a_step_where_that_is_set(fate: str) -> None:
     # By the text of a file or a command line, where some words are no texts.
     settings = ["model.path=x", f"train.dynamic_sampling={fate}"]
     config = load_config(None, settings, environ={}).train

@@ -218,7 +218,7 @@ async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) 
 
 
 @pytest.mark.parametrize("answer", [503, 0], ids=["fails", "silent"])
-async def test_one_that_never_takes_them(
+async def test_a_rank_that_never_takes_its_weights_ends_the_update(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     monkeypatch.setattr(base, "UNREACHABLE_TIMEOUT", -0.5)
