@@ -159,6 +159,9 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     assert holds_weights(weights_folder(second.trainer.dir.weights, newest), second.trainer.policy)
     third = Lab(config, [], before=second)
     assert third.trainer.train() and not third.service.published
+    other = Lab(run_of(tmp_path / "killed", tiny_model_dir, "train.lora.rank=8"), [], before=third)
+    with fails_with(ConfigError, "rank 4", "train.lora.rank=8"):
+        other.trainer.train()
 
 
 def test_an_adapter_without_its_base_needs_the_settings_one(

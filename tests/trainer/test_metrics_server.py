@@ -52,7 +52,14 @@ def test_the_entry_lives_as_long_as_the_trainer(
 ) -> None:
     monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
     metrics, loaded = TrainerMetrics(dict), threading.Event()
-    with TrainerHeartbeat(tmp_path, metrics, signer=SIGNER, ready=loaded.is_set) as presence:
+    failures = iter([RuntimeError("planted")])
+
+    def ready() -> bool:
+        for error in failures:
+            raise error
+        return loaded.is_set()
+
+    with TrainerHeartbeat(tmp_path, metrics, signer=SIGNER, ready=ready) as presence:
         until(lambda: entry_in(tmp_path))
         first = entry_in(tmp_path)
         assert first is not None
@@ -75,6 +82,11 @@ def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
         raise ValueError("why")
     last = entry_in(tmp_path)
     assert last is not None and last.state == "ready"
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path / "registry") as presence:
+        assert get(f"{presence.url}/metrics").status_code == 200
 
 
 def test_a_disk_that_hangs_delays_no_training(

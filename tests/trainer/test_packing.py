@@ -95,6 +95,8 @@ def test_an_input_that_some_rows_lack_is_named() -> None:
     for make in (tree_passes, padded_passes):
         with fails_with(ValueError, "reference"):
             make([signalled([1, 2], [0, 1]), odd], 64)
+        with fails_with(ValueError, "greedy"):
+            make([signalled([1, 2], [0, 1]) | {"temperatures": torch.tensor(0.0)}], 64)
 
 
 @settings(deadline=None)

@@ -112,6 +112,8 @@ def test_every_minibatch_needs_tokens() -> None:
     policy = small_policy()
     with fails_with(ValueError, "nothing"):
         policy.train(random_rows(0), None, None, None, [[0, 1], []])
+    with fails_with(ValueError, "nothing"):
+        policy.train([])
     assert policy.steps == 0
 
 
@@ -195,9 +197,11 @@ def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
         policy = small_policy()
         rows = tree_rows(0)[:7]
         pairs = torch.cat([logprobs_and_entropies(policy, row) for row in rows])
-        policy.train(rows, budget, LossConfig("sapo", top_entropy=0.3))
+        policy.train(rows, budget, LossConfig("sapo", top_entropy=0.3, is_level="sequence"))
         calls = recorder.calls
         found = [torch.cat([c[name] for c in calls]) for name in ("logprobs", "high_entropy")]
+    # In one update pi_prox is the policy itself, and needs no values of its own.
+    assert all("sequence_log_weight" in call and "proximal" not in call for call in calls)
     least = pairs[:, 1].quantile(0.7) - 1e-9
     expected = torch.stack([pairs[:, 0], (pairs[:, 1] >= least).double()], 1)
     assert 0.25 < float(expected[:, 1].mean()) < 0.4

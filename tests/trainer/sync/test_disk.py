@@ -138,11 +138,11 @@ SEVEN = NewWeights(7, 3, Path("/weights/v7"), write=lambda: None, buckets=lambda
 
 
 def update(
-    fleet: Fleet, *, load_timeout: float = 30.0, new: NewWeights = SEVEN
+    fleet: Fleet, *, load_timeout: float = 30.0, new: NewWeights = SEVEN, how: str = "update"
 ) -> asyncio.Task[None]:
     HERE.set(asyncio.get_running_loop())
     sync = DiskSync(on_this_loop, load_timeout=load_timeout)
-    return asyncio.create_task(asyncio.to_thread(sync.update, fleet, new))
+    return asyncio.create_task(asyncio.to_thread(getattr(sync, how), fleet, new))
 
 
 WHOLE = ["pause", "v7", "resume"]
@@ -271,9 +271,7 @@ async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]
     fleet = Fleet(*engines)
     engines[0].loaded = [{"weight_version": "7"}]
     async with engines[0].serve(), engines[1].serve():
-        HERE.set(asyncio.get_running_loop())
-        sync = DiskSync(on_this_loop, load_timeout=30)
-        await asyncio.to_thread(sync.repair, fleet, SEVEN)
+        await update(fleet, how="repair")
     assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
 
 
@@ -287,10 +285,8 @@ async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
 
     monkeypatch.setattr(fleet.clients[0], "run_info", away)
     async with engines[0].serve(), engines[1].serve():
-        HERE.set(asyncio.get_running_loop())
-        sync = DiskSync(on_this_loop, load_timeout=30)
         with pytest.raises(ServiceUnavailable):
-            await asyncio.to_thread(sync.repair, fleet, SEVEN)
+            await update(fleet, how="repair")
     assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
 
 
