@@ -84,9 +84,16 @@ def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
     assert last is not None and last.state == "ready"
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path / "registry") as presence:
+def test_a_folder_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
+    folder = tmp_path / "registry"
+    with opened(folder) as presence:
+        until(lambda: caplog.records)
         assert get(f"{presence.url}/metrics").status_code == 200
+        folder.mkdir()
+        until(lambda: entry_in(folder))
 
 
 def test_a_disk_that_hangs_delays_no_training(
