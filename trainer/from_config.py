@@ -169,7 +169,7 @@ def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor
         c.rollout,
         sampling=sampling_of(c),
         eval_sampling=sampling_of(c, c.eval.temperature),
-        dump=TrajectoryDump.of(c, _dump_tokenizer(c, tokenizer).decode),
+        dump=TrajectoryDump.of(c, dump_tokenizer(c, tokenizer).decode),
         timeout=c.sessions.ttl,
         discount=c.train.discount,
         vocab_size=AutoConfig.from_pretrained(c.model.path).get_text_config().vocab_size,
@@ -177,7 +177,7 @@ def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor
     )
 
 
-def _dump_tokenizer(c: Config, tokenizer: Any) -> Any:
+def dump_tokenizer(c: Config, tokenizer: Any) -> Any:
     """Return the tokenizer of dumped episodes; ``tokenizer`` is the model's own."""
     if not (c.rollout.tokenizer_path and c.rollout.dump_to_file):
         return tokenizer

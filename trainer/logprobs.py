@@ -66,7 +66,7 @@ def logprobs_of(
             *(items.labels[order[start:end]], owners[start:end] - first),
             *(fused, entropy_gradient),
         )
-        lp, ent = _label_logprobs(*arguments)
+        lp, ent = label_logprobs(*arguments)
         logprobs.append(lp)
         entropies.append(ent)
     back = order.argsort()
@@ -80,7 +80,7 @@ def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.de
     numbers = torch.arange(tokens, device=device)
     try:
         given = (torch.ones_like(numbers, dtype=torch.float32), numbers % vocabulary, numbers)
-        logprobs, _ = _label_logprobs(hidden, weight, None, *given, True, False)
+        logprobs, _ = label_logprobs(hidden, weight, None, *given, True, False)
         torch.autograd.backward(logprobs.sum())
     except Exception as error:
         return f"torch.compile does not work here ({reason_of(error)})"
@@ -108,7 +108,7 @@ class _LabelLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         logits = functional.linear(hidden, weight, bias)
-        chosen = _fused(_normalised) if fused else _normalised
+        chosen = compiled_once(_normalised) if fused else _normalised
         logprobs, entropies, normaliser = chosen(logits, temperatures, labels, owners)
         ctx.save_for_backward(
             hidden, weight, bias, temperatures, labels, owners, normaliser, entropies
@@ -127,10 +127,10 @@ class _LabelLogprobs(torch.autograd.Function):
         by_token = _summed(normaliser, owners, of_logprobs)
         of_entropy = _summed(normaliser, owners, of_entropies) if ctx.entropy_gradient else None
         logits = functional.linear(hidden, weight, bias)
-        chosen = _fused(_by_all) if ctx.fused else _by_all
+        chosen = compiled_once(_by_all) if ctx.fused else _by_all
         by_z = chosen(logits, temperatures, normaliser, entropies, by_token, of_entropy)
         by_z.index_put_((owners, labels), of_logprobs, accumulate=True)
-        chosen = _fused(_by_logits) if ctx.fused else _by_logits
+        chosen = compiled_once(_by_logits) if ctx.fused else _by_logits
         by_logits = chosen(by_z, temperatures, hidden.dtype)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         return (
@@ -141,7 +141,7 @@ class _LabelLogprobs(torch.autograd.Function):
         )
 
 
-_label_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LabelLogprobs.apply
+label_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LabelLogprobs.apply
 
 
 def _summed(like: Tensor, owners: Tensor, values: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _summed(like: Tensor, owners: Tensor, values: Tensor) -> Tensor:
 
 
 @cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled(function, dynamic=True)
 
 

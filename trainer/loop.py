@@ -52,8 +52,8 @@ from trainer.step_maker import StepMaker
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
-_FIRST_ANNOUNCE = 10.0  # the same before the first step: who starts needs to know what comes next
+ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
+FIRST_ANNOUNCE = 10.0  # the same before the first step: who starts needs to know what comes next
 
 
 class TrainingLoop:
@@ -77,11 +77,11 @@ class TrainingLoop:
         self.evaluate: Callable[[int, bool], object] = lambda step, last: None
         """Called at the start, after every step, and at the end, with the number of steps behind
         the served weights, and True if no more steps follow."""
-        self._consumed = ConsumedSessions()
+        self.consumed = ConsumedSessions()
         zero_variance = ZeroVarianceGroups(config.train)
         self._epoch: int | None = None
         self._signer = signer = signer_of(self.dir)
-        self._executor = LeaseExecutor(
+        self.executor = LeaseExecutor(
             lambda: RankClients(
                 self.dir.registry,
                 FleetFile(self.dir.fleet, config.server.ranks),
@@ -92,20 +92,18 @@ class TrainingLoop:
             ),
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
-            consumed=self._consumed,
+            consumed=self.consumed,
             reject=zero_variance.reject_reason,
         )
-        self._source = source or LeasedBatches(self._executor, zero_variance)
+        self.source = source or LeasedBatches(self.executor, zero_variance)
         self.disk = DiskSpace()
         """Every write of the loop goes through it: a full disk is waited out."""
-        self.report = RunReport(config, self.dir, self.disk, lambda: self._source, say)
+        self.report = RunReport(config, self.dir, self.disk, lambda: self.source, say)
         self.metrics = self.report.metrics
-        self._publisher = Publisher(
-            config, self.dir, self._executor, self.disk, self._source.updating
-        )
-        self._manifests = ManifestStore(self.dir.manifests)
+        self.publisher = Publisher(config, self.dir, self.executor, self.disk, self.source.updating)
+        self.manifests = ManifestStore(self.dir.manifests)
         self._checkpoints = RunCheckpoints(config, self.dir, self.disk)
-        self._steps = StepMaker(config, self._manifests, self._checkpoints)
+        self._steps = StepMaker(config, self.manifests, self._checkpoints)
         self.policy: Policy
         self.loaded = False
         """True once model, optimizer and counters are loaded."""
@@ -126,7 +124,7 @@ class TrainingLoop:
             self.metrics,
             signer=self._signer,
             ready=lambda: self.loaded,
-            admits=lambda: self._begun and (self._done or self._source.admits),
+            admits=lambda: self._begun and (self._done or self.source.admits),
             host=host,
             pid=pid,
             also=store_beside(self.config),
@@ -137,28 +135,28 @@ class TrainingLoop:
         """End after the current step, with a checkpoint; safe in a signal handler."""
         self._stopping = True
         self.disk.stop()
-        self._source.interrupt()
+        self.source.interrupt()
 
     def fail(self, error: BaseException) -> None:
         """Let :meth:`train` raise ``error`` instead of waiting on: the service is gone."""
         self._failure = error
         self.disk.stop()
-        self._source.interrupt()
+        self.source.interrupt()
 
     def train(self) -> bool:
         """Make the configured number of train steps, from the latest checkpoint if any.
 
         Returns False if it was stopped before the last step.
         """
-        self._load()
+        self.load()
         try:
             self._epoch = self._write(
                 lambda: self.dir.next_epoch(self._seen_epoch()), "the trainer's epoch"
             )
             self.loaded = True
-            self._executor.start()
+            self.executor.start()
             with ExitStack() as stack:
-                for end in (self._executor.stop, self._publisher.close, self._source.stop):
+                for end in (self.executor.stop, self.publisher.close, self.source.stop):
                     stack.callback(end)
                 stack.enter_context(self.report.trackers.following(self._hurries))
                 self._run()
@@ -181,32 +179,32 @@ class TrainingLoop:
 
     def _run(self) -> None:
         self.policy.clock.start()
-        self._catch_up()
+        self.catch_up()
         if not self._done:
             self._announce_state("training")
-            self._source.begin(self._publisher.version)
+            self.source.begin(self.publisher.version)
         self._begun = True
         try:
             if not self._done:
                 self._evaluate()
             while not self._done:
-                self._step()
+                self.step()
         except InterruptedError:
             if self._failure is not None:
                 raise self._failure from None
             log.info("stopped at step %d", self.policy.steps)
         saved = self._checkpoints
         if saved.step != self.policy.steps and (self.policy.steps or not self._stopping):
-            self._save()
-        elif self._exhausted and self._source.state() != saved.dataset:
+            self.save()
+        elif self._exhausted and self.source.state() != saved.dataset:
             # The last items gave nothing to train on: a restart must not run them again.
-            self._save()
+            self.save()
         if self._done:
             self._finish()
 
     def _announce_state(self, state: TrainingState) -> None:
         """Tell every rank, whose journal may be full."""
-        self._write(lambda: announce(self._executor, state, self._status), "the ranks' journals")
+        self._write(lambda: announce(self.executor, state, self._status), "the ranks' journals")
 
     def _write(self, work: Callable[[], T], what: str, folder: Path | None = None) -> T:
         """``folder``: where it writes, as folders of the run may be links to other disks."""
@@ -214,7 +212,7 @@ class TrainingLoop:
 
     def _finish(self) -> None:
         self._announce_state("finished")
-        self._executor.flush()
+        self.executor.flush()
         with suppress(InterruptedError):
             self.evaluate(self.policy.steps, True)
 
@@ -224,7 +222,8 @@ class TrainingLoop:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Wait for a batch and train on it: a step, or none if nothing of it is left."""
         clock = self.policy.clock
         groups = self._wait()
         clock.lap("wait")
@@ -232,9 +231,9 @@ class TrainingLoop:
             self._exhausted = True
             self.report.say(f"data      all items are finished, at step {self.policy.steps}")
             return
-        if notices := self._source.zero_variance.trainability.take_notices():
+        if notices := self.source.zero_variance.trainability.take_notices():
             self.report.announce(*(f"untrained {notice}" for notice in notices))
-        versions, positions = self._publisher.versions, self._source.positions_of(groups)
+        versions, positions = self.publisher.versions, self.source.positions_of(groups)
         taken = self._steps.manifest(self.policy, groups, versions, positions)
         batch = self._steps.batch(self.policy, groups, taken)
         taken = replace(
@@ -244,25 +243,25 @@ class TrainingLoop:
             # The manifest is on disk before the step changes anything.
             sampled = sampled_in(groups, self.config.sampling.temperature)
             self._write(
-                lambda: self._manifests.write(taken, sampled),
+                lambda: self.manifests.write(taken, sampled),
                 f"the manifest of step {taken.step}",
                 folder=self.dir.manifests,
             )
         result = self._steps.optimize(self.policy, batch, taken)
         if result is not None:
-            self._publish()
-        self._settle(batch, taken, self.policy.steps if result is not None else None)
+            self.publish()
+        self.settle(batch, taken, self.policy.steps if result is not None else None)
         clock.lap("sync")
         if result is None:
             reasons = dict(Counter(batch.rejected.values()))
             log.warning("a batch gave no step; its sessions were rejected: %s", reasons)
             # All sessions may have been too old because an engine lost its weights.
-            self._publisher.repair()
+            self.publisher.repair()
             return
         self._report(batch, result)
         if self.policy.steps % self.config.train.checkpoint_every == 0:
-            self._save()
-            announce_best_effort(self._executor, self._status)
+            self.save()
+            announce_best_effort(self.executor, self._status)
             clock.lap("checkpoint")
         if not self._done:
             self._evaluate()
@@ -273,39 +272,40 @@ class TrainingLoop:
 
     def _report(self, batch: TrainingBatch, result: StepResult) -> None:
         # A repeated step is not published by itself.
-        self.report.step(self.policy, self._publisher.versions.highest, batch, result)
+        self.report.step(self.policy, self.publisher.versions.highest, batch, result)
 
-    def _publish(self) -> None:
-        self._publisher.publish(self.policy, self._checkpoints.tokenizer)
-        self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
+    def publish(self) -> None:
+        """Give every rank the policy's weights."""
+        self.publisher.publish(self.policy, self._checkpoints.tokenizer)
+        self.metrics.record_position(step=self.policy.steps, version=self.publisher.version)
 
-    def _settle(self, batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
+    def settle(self, batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
         """Record the sessions that this step, or no step, consumed; acknowledge them."""
         leased = [id for id in batch.trained if id not in batch.sampled]
         refused = {id: why for id, why in batch.rejected.items() if id not in batch.sampled}
-        self._consumed.add(leased, refused, step)
+        self.consumed.add(leased, refused, step)
         if leased or refused:
             reasons = [Rejection(session_id=id, reason=why) for id, why in refused.items()]
-            self._executor.ack(leased, reasons, step=step)
-        self._source.settle(taken, step)
+            self.executor.ack(leased, reasons, step=step)
+        self.source.settle(taken, step)
         self.metrics.record_sessions(batch.trained, batch.rejected)
 
     def _wait(self) -> list[Group]:
         """Wait for the next batch; empty if there will be no more."""
-        patience = _ANNOUNCE_INTERVAL if self.policy.steps else _FIRST_ANNOUNCE
+        patience = ANNOUNCE_INTERVAL if self.policy.steps else FIRST_ANNOUNCE
         while True:
-            self._publisher.bring_joining()
+            self.publisher.bring_joining()
             try:
-                groups = self._source.next_batch(timeout=patience)
+                groups = self.source.next_batch(timeout=patience)
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self.report.waiting(error, early=patience < _ANNOUNCE_INTERVAL)
-                patience = _ANNOUNCE_INTERVAL
+                self.report.waiting(error, early=patience < ANNOUNCE_INTERVAL)
+                patience = ANNOUNCE_INTERVAL
 
     # -- resume --------------------------------------------------------------------------------
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Repeat the steps that came after the checkpoint, and bring the ranks up to date.
 
         Each is repeated from its manifest: the same sessions in the same order, masked and scored
@@ -314,11 +314,11 @@ class TrainingLoop:
         with its machine does the run continue from before the first step that needs it.
         """
         replayed = {}
-        for step in (later := self._manifests.after(self.policy.steps)):
+        for step in (later := self.manifests.after(self.policy.steps)):
             if self._done or self._stopping:
                 break
             try:
-                replayed[step] = self._replay(self._manifests.read(step))
+                replayed[step] = self._replay(self.manifests.read(step))
             except NotFound as error:
                 if error.code != "session_not_found":
                     raise
@@ -326,22 +326,22 @@ class TrainingLoop:
                 break
         # Repeated steps may have had another one.
         self._load_reference()
-        self._publisher.resume(
+        self.publisher.resume(
             self.policy, self._checkpoints.tokenizer, fresh=self.checkpoint is None and not replayed
         )
-        self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
+        self.metrics.record_position(step=self.policy.steps, version=self.publisher.version)
         if replayed:
             for step, (batch, taken) in replayed.items():
                 # A step whose loss was not finite was not made.
-                self._settle(batch, taken, step if batch.trained else None)
+                self.settle(batch, taken, step if batch.trained else None)
             self.report.say(f"trainer   repeated {_steps(list(replayed))} from the manifests")
             if self.policy.steps % self.config.train.checkpoint_every == 0:
-                self._save()
+                self.save()
 
     def _abandon(self, steps: list[int], error: NotFound) -> None:
         """Begin another history before these steps. Nothing is trained on twice: the checkpoint
         lists the sessions it contains, and contains none of these steps."""
-        self._manifests.set_aside(steps)
+        self.manifests.set_aside(steps)
         self.report.announce(
             f"trainer   {_steps(steps)} cannot be repeated, because a rank has lost its journal "
             f"({error.message}): resuming at step {self.policy.steps}; the sessions of these steps "
@@ -349,12 +349,12 @@ class TrainingLoop:
         )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
-        where = f"step {taken.step} ({self._manifests.path(taken.step)})"
+        where = f"step {taken.step} ({self.manifests.path(taken.step)})"
         self._checkpoints.require_same_origin(where, taken.origin, self.policy)
-        found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
+        found: dict[str, Any] = dict(self.manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
             found |= self._write(
-                lambda: self._executor.replay(leased, timeout=10 * TIMEOUT), "the ranks' journals"
+                lambda: self.executor.replay(leased, timeout=10 * TIMEOUT), "the ranks' journals"
             )
         self.policy.clock.lap("wait")
         groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
@@ -369,19 +369,19 @@ class TrainingLoop:
 
     # -- weights, checkpoints, files -----------------------------------------------------------
 
-    def _load(self) -> None:
+    def load(self) -> None:
         """Load the policy from the latest checkpoint, else from the configured model."""
         self.report.load()
         self.policy, state = self._checkpoints.load(self._leader)
         self._load_reference()
         if state is not None:
-            self._consumed.load(state)
-            self._source.load(state.get("dataset"))
-            self._checkpoints.dataset = self._source.state()
+            self.consumed.load(state)
+            self.source.load(state.get("dataset"))
+            self._checkpoints.dataset = self.source.state()
             self.report.say(
                 f"trainer   resuming at step {self.policy.steps}, from {self.checkpoint}"
             )
-        if (last := self._source.last_step(self.policy.steps)) is not None:
+        if (last := self.source.last_step(self.policy.steps)) is not None:
             self._steps.last_step = min(last, self._steps.last_step)
 
     def _load_reference(self) -> None:
@@ -391,14 +391,14 @@ class TrainingLoop:
         else:
             self._checkpoints.drop_reference(self.policy)
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Write a checkpoint: beside weights and optimizer it has versions, sessions, dataset."""
-        state = {"version": self._publisher.version, **self._consumed.dump()}
-        dataset = self._source.state()
+        state = {"version": self.publisher.version, **self.consumed.dump()}
+        dataset = self.source.state()
         self._checkpoints.save(
             self.policy, state if dataset is None else state | {"dataset": dataset}
         )
-        self._manifests.prune(self._checkpoints.oldest_step or 0)
+        self.manifests.prune(self._checkpoints.oldest_step or 0)
 
     @property
     def checkpoint(self) -> Path | None:

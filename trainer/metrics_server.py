@@ -25,7 +25,7 @@ from trainer.metrics import TrainerMetrics
 
 log = logging.getLogger(__name__)
 
-_LAST_WRITE_TIMEOUT = 60.0
+LAST_WRITE_TIMEOUT = 60.0
 """Seconds that a trainer which is done waits until its last registry entry is written."""
 
 
@@ -75,11 +75,11 @@ class TrainerHeartbeat:
         # The run waits for a trainer that failed, but not for one that is done.
         if kind is None:
             try:
-                self._loop.call(self._end(), _LAST_WRITE_TIMEOUT)
+                self._loop.call(self._end(), LAST_WRITE_TIMEOUT)
             except TimeoutError:
                 log.warning(
                     "the trainer's last registry entry is not written after %g s",
-                    _LAST_WRITE_TIMEOUT,
+                    LAST_WRITE_TIMEOUT,
                 )
         self._loop.stop()
 

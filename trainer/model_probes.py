@@ -60,7 +60,7 @@ class ModelProbe:
             like = torch.zeros(1, dtype=self._dtype, device=self._device)
             context = context_of(self._model)
             modules = self._model.modules()
-            if context and any(_rotates_by_length(one, context, like) for one in modules):
+            if context and any(rotates_by_length(one, context, like) for one in modules):
                 return f"{self._name} scales positions by the longest row of a batch"
             alone, again, among = (
                 self._hidden(one.to(self._device))[-1, : len(row["input_ids"])].double()
@@ -182,7 +182,7 @@ class ModelProbe:
         return "" if error <= _TOLERANCE.get(self._dtype, coarse) else f"{error:.1e}"
 
 
-def _rotates_by_length(module: Any, context: int, like: Tensor) -> bool:
+def rotates_by_length(module: Any, context: int, like: Tensor) -> bool:
     """Return True for a rotary embedding whose angles depend on the greatest position."""
     kinds = getattr(module, "rope_type", None)
     if kinds is None:

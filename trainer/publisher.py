@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT = 120.0  # seconds that the trainer waits for a proxy to restart
-_ANNOUNCE_TIMEOUT = 5.0  # seconds that a rank may take to accept the announcement of a checkpoint
+ANNOUNCE_TIMEOUT = 5.0  # seconds that a rank may take to accept the announcement of a checkpoint
 _BUCKET_BYTES = 256 * 2**20
 """Bytes of weights in one bucket; no more of sharded weights is ever whole in one place."""
-_MAX_REMEMBERED = 4096  # versions whose train steps are recorded
+MAX_REMEMBERED = 4096  # versions whose train steps are recorded
 _LONG_AGO = -(10**9)
 
 TrainingState: TypeAlias = Literal["training", "finished"]
@@ -73,7 +73,7 @@ class WeightVersions:
         """Return the next version; it is on disk before anything can see it."""
         self.highest += 1
         self._steps[self.highest] = step
-        for old in sorted(self._steps)[:-_MAX_REMEMBERED]:
+        for old in sorted(self._steps)[:-MAX_REMEMBERED]:
             del self._steps[old]
         state = {"highest_version": self.highest, "step": step, "versions": self._steps}
         what = f"the number of version {self.highest}"
@@ -97,25 +97,25 @@ class Publisher:
         updating: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         """``updating`` is entered with the version while the engines change their weights."""
-        self._updating = updating
+        self.updating = updating
         self.versions = WeightVersions(run_dir.state, disk)
         self._disk = disk
         self._config = config
         self._folder = run_dir.weights
-        self._executor = executor
-        self._sync: WeightSync | None = None
+        self.executor = executor
+        self.sync: WeightSync | None = None
         self._dtype = {"float32": None, "bfloat16": torch.bfloat16}[config.model.dtype]
-        self._last: NewWeights | None = None
+        self.last: NewWeights | None = None
 
     @property
     def version(self) -> int:
         """The version that the ranks got last; 0 for the configured model."""
-        return self._last.version if self._last is not None else 0
+        return self.last.version if self.last is not None else 0
 
     def publish(self, policy: Policy, tokenizer: Path) -> None:
         """Give the weights, as a version never used before, to every rank and the run's folder."""
         new = self._weights(policy, tokenizer, self.versions.reserve(policy.steps))
-        self._last = new
+        self.last = new
         self._give(new, self._sync_of(policy).update)
         self.bring_joining()
         if not new.folder.is_dir():
@@ -125,10 +125,10 @@ class Publisher:
 
     def bring_joining(self) -> None:
         """Give the last version to ranks that join with an older one; training waits for none."""
-        last, sync = self._last, self._sync
-        if last is None or sync is None or not self._executor.ranks.joining:
+        last, sync = self.last, self.sync
+        if last is None or sync is None or not self.executor.ranks.joining:
             return
-        behind = self._executor.call(self._behind(last.version))
+        behind = self.executor.call(self._behind(last.version))
         if not behind:
             return
         try:
@@ -139,25 +139,25 @@ class Publisher:
             log.warning("ranks that join have not taken version %d: %s", last.version, error)
 
     async def _behind(self, version: int) -> list[int]:
-        ranks = self._executor.ranks
+        ranks = self.executor.ranks
         entries = {rank: ranks.entry(rank) for rank in ranks.joining}
         return [rank for rank, entry in entries.items() if entry and entry.version != version]
 
     def repair(self) -> None:
         """Give the last version again to ranks that sample with another one."""
-        if self._last is not None and self._sync is not None:
-            self._give(self._last, self._sync.repair)
+        if self.last is not None and self.sync is not None:
+            self._give(self.last, self.sync.repair)
 
     def _give(self, new: NewWeights, bring: Callable[[RankClients, NewWeights], None]) -> None:
-        assert self._sync is not None
-        self._sync.prepare(new)
-        with self._updating(new.version):
-            bring(self._executor.ranks, new)
+        assert self.sync is not None
+        self.sync.prepare(new)
+        with self.updating(new.version):
+            bring(self.executor.ranks, new)
 
     def close(self) -> None:
         """Release the resources shared with the engines; the executor may have ended."""
-        if self._sync is not None:
-            self._sync.close()
+        if self.sync is not None:
+            self.sync.close()
 
     def resume(self, policy: Policy, tokenizer: Path, *, fresh: bool) -> None:
         """Make every rank serve the policy at the trainer's start.
@@ -165,12 +165,12 @@ class Publisher:
         Ranks that already serve it are left alone: their calls under way are not interrupted.
         ``fresh``: the policy is the configured model itself, as the engines load it.
         """
-        ranks = self._executor.ranks.sampling
-        versions = [info.version for info in _each(self._executor, lambda r: r.run_info(), ranks)]
+        ranks = self.executor.ranks.sampling
+        versions = [info.version for info in _each(self.executor, lambda r: r.run_info(), ranks)]
         self.versions.at_least(max(versions))
         if len(set(versions)) == 1 and self._holds(policy, tokenizer, versions[0], fresh=fresh):
             # One may be paused, if an earlier trainer died in the middle of an update.
-            _each(self._executor, lambda rank: rank.resume(), ranks)
+            _each(self.executor, lambda rank: rank.resume(), ranks)
         else:
             self.publish(policy, tokenizer)
 
@@ -190,17 +190,17 @@ class Publisher:
         return NewWeights(version, policy.steps, folder, write, buckets)
 
     def _sync_of(self, policy: Policy) -> WeightSync:
-        if self._sync is None:
-            self._sync = make_sync(
+        if self.sync is None:
+            self.sync = make_sync(
                 self._config,
-                self._executor.call,
+                self.executor.call,
                 cuda=policy.device.type == "cuda",
-                engines=self._executor.call(self._engines(), timeout=TIMEOUT),
+                engines=self.executor.call(self._engines(), timeout=TIMEOUT),
             )
-        return self._sync
+        return self.sync
 
     async def _engines(self) -> list[str]:
-        ranks = self._executor.ranks
+        ranks = self.executor.ranks
         entries = [ranks.entry(rank) for rank in ranks.sampling]
         return [entry.engine_url for entry in entries if entry and entry.engine_url]
 
@@ -214,7 +214,7 @@ class Publisher:
         path = weights_folder(self._folder, version)
         if not sound(path) or not holds_weights(path, policy, dtype=self._dtype):
             return False
-        self._last = self._weights(policy, tokenizer, version)
+        self.last = self._weights(policy, tokenizer, version)
         self._sync_of(policy)
         return True
 
@@ -256,7 +256,7 @@ def announce_best_effort(executor: LeaseExecutor, status: RunStatus) -> None:
 
     async def send(rank: int) -> None:
         try:
-            async with asyncio.timeout(_ANNOUNCE_TIMEOUT):
+            async with asyncio.timeout(ANNOUNCE_TIMEOUT):
                 await ranks.clients[rank].set_run("training", **status._asdict())
         except StaleOwner:
             raise

@@ -34,9 +34,9 @@ class LocalService:
     ) -> None:
         options = NodeOptions(train=True, trainer_outside=True, say=say)
         self._over = threading.Event()
-        self.node: Node = _Node(config, options, self._over)
+        self.node: Node = AbandonableNode(config, options, self._over)
         self._failed = failed
-        self._ready = threading.Event()
+        self.ready = threading.Event()
         self._drains = False
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self.error: BaseException | None = None
@@ -46,7 +46,7 @@ class LocalService:
         """Return when all parts are ready; raise ConfigError or StartupError if one cannot be."""
         self._thread.start()
         try:
-            self._ready.wait()
+            self.ready.wait()
         except BaseException:
             # Such as Ctrl-C: no part that was started so far may stay.
             self.stop()
@@ -68,7 +68,7 @@ class LocalService:
         try:
             with self.node as node:
                 os.environ[SHARED_GPUS] = node.gpus.sharing
-                self._ready.set()
+                self.ready.set()
                 self._watch(node)
                 if self._drains:
                     raise Terminated
@@ -76,10 +76,10 @@ class LocalService:
             pass
         except BaseException as error:
             self.error = error
-            if self._ready.is_set():
+            if self.ready.is_set():
                 self._failed(error)
         finally:
-            self._ready.set()
+            self.ready.set()
 
     def _watch(self, node: Node) -> None:
         """Keep the parts running, and show the steps, until the service is to end."""
@@ -98,7 +98,7 @@ class _ServiceEnded(Exception):
     """The service was stopped before it was ready."""
 
 
-class _Node(Node):
+class AbandonableNode(Node):
     """A node whose start can be abandoned."""
 
     def __init__(self, config: Config, options: NodeOptions, over: threading.Event) -> None:

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 _Line: TypeAlias = Mapping[str, Any]
 """A record of `metrics.jsonl`."""
 
-_FIRST_DELAY = 10.0
-_MAX_DELAY = 600.0
+FIRST_DELAY = 10.0
+MAX_DELAY = 600.0
 """Seconds after a failure until a tracker is tried again: at first, and after many failures."""
 _SECTIONS = ("model", "sampling", "sessions", "rollout", "train", "train_dataset", "eval")
 """The settings that trackers get: those that describe the training. Keys are in other sections."""
@@ -198,7 +198,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 """Trackers by their names in `tracking.to`, which are those of their packages and extras, too."""
 CLOSE_TIMEOUT = 30.0
 """Seconds at the end of training in which trackers may send what is left."""
-_HURRIED_TIMEOUT = 2.0
+HURRIED_TIMEOUT = 2.0
 """The same where the training is stopped."""
 
 
@@ -238,7 +238,7 @@ class Trackers:
             for feed in self._feeds:
                 feed.over = True
             self.wake()
-            deadline = time.monotonic() + (_HURRIED_TIMEOUT if hurry() else CLOSE_TIMEOUT)
+            deadline = time.monotonic() + (HURRIED_TIMEOUT if hurry() else CLOSE_TIMEOUT)
             for feed in self._feeds:
                 feed.thread.join(max(0.0, deadline - time.monotonic()))
                 if feed.thread.is_alive():
@@ -300,14 +300,14 @@ class _Feed:
         self.thread.start()
 
     def _serve(self) -> None:
-        delay = _FIRST_DELAY
+        delay = FIRST_DELAY
         while not self.over:
             before = self._sent
             try:
                 self._follow()
             except Exception as error:
                 self._fail(error)
-            delay = _FIRST_DELAY if self._sent > before else min(2 * delay, _MAX_DELAY)
+            delay = FIRST_DELAY if self._sent > before else min(2 * delay, MAX_DELAY)
             until = time.monotonic() + delay
             while not self.over and (left := until - time.monotonic()) > 0:
                 self.news.clear()

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _LONGEST = 10_000  # characters at the end of a text in which its final number is sought
 _DEBT = re.compile(r"(?<![\w)\]}])-\$(?=[\d.])")
 """A sign before the dollar, which math-verify would lose."""
-_SECONDS = 3  # that math-verify may take to read a text, or to compare
+MATH_SECONDS = 3  # that math-verify may take to read a text, or to compare
 
 
 class RewardFailed(AnyAgentError, code="reward_failed"):
@@ -136,11 +136,11 @@ def gsm8k_reward_fn(
     """
     limit = _limit()
     right, said = (_final_number(text, limit) for text in (answer, completions))
-    return float(_math_verify().verify(right, said, timeout_seconds=limit))
+    return float(math_verify_package().verify(right, said, timeout_seconds=limit))
 
 
 @cache
-def _math_verify() -> Any:
+def math_verify_package() -> Any:
     try:
         import math_verify
     except ImportError:
@@ -157,7 +157,7 @@ def _limit() -> int | None:
     """Return the seconds after which math-verify stops itself, by SIGALRM; None where it cannot."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    return None if any(signal.getitimer(signal.ITIMER_REAL)) else _SECONDS
+    return None if any(signal.getitimer(signal.ITIMER_REAL)) else MATH_SECONDS
 
 
 def _final_number(text: Any, limit: int | None) -> list[Any]:
@@ -174,7 +174,7 @@ def _final_number(text: Any, limit: int | None) -> list[Any]:
         latex = f"${words[0]}$" if "\\" in words[0] else ""
         parts = [words[0], latex, after.lstrip().partition("\n")[0], whole]
     for part in parts:
-        read: list[Any] = _math_verify().parse(
+        read: list[Any] = math_verify_package().parse(
             part, fallback_mode="no_fallback", parsing_timeout=limit
         )
         if read:

@@ -24,7 +24,7 @@ _NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 _IN_TEXT = re.compile(r"(?:\[Errno |\(os error )(?:{}|{})[\])]".format(*_NUMBERS))
 """The same in a message: of libraries in Rust, and of another process."""
 _SPARE = 1 << 20  # bytes that must be free for a start, or another try
-_POLL_INTERVAL = 1.0  # seconds between two looks at the disk; no event tells of space
+POLL_INTERVAL = 1.0  # seconds between two looks at the disk; no event tells of space
 _LOOKS, _LEAST_SEEN = 360, 600.0
 """Looks of a forecast that are kept, an hour's, and the seconds of them that tell of a rate."""
 _MAX_DELAY = 30.0
@@ -104,7 +104,7 @@ class DiskSpace:
                     if not is_disk_full(error):
                         raise
                     log.debug("%s", wait, exc_info=True)
-                delay = min(max(_POLL_INTERVAL, 2 * delay), _MAX_DELAY)
+                delay = min(max(POLL_INTERVAL, 2 * delay), _MAX_DELAY)
         finally:
             if self.waiting is not None:
                 self.waiting = None
@@ -119,7 +119,7 @@ class DiskSpace:
         while time.monotonic() < earliest or _free(wait.folder) < max(wait.needed, _SPARE):
             if self._stopping:
                 raise DiskWaitEnded(str(wait))
-            time.sleep(_POLL_INTERVAL)
+            time.sleep(POLL_INTERVAL)
 
 
 class DiskForecast:

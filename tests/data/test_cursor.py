@@ -35,14 +35,6 @@ def test_without_shuffling_items_come_as_they_are() -> None:
     assert list(positions) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
 
 
-def test_a_pass_is_over_when_every_item_is_consumed() -> None:
-    positions = DatasetCursor(2, epochs=1)
-    handed_out = [position for position, _ in positions]
-    assert positions.epoch == 0
-    positions.consumed(handed_out)
-    assert positions.epoch == 1
-
-
 def test_a_dataset_of_another_length_is_refused() -> None:
     state = DatasetCursor(10).state()
     with fails_with(ConfigError, "9 items", "10"):

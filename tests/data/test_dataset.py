@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from any_agent.config import DatasetConfig, load_config
 from any_agent.data import (
     DataRow,
     MissingField,
-    RowDataset,
     as_dataset,
     get_custom_dataset,
     items_of,
@@ -43,6 +43,7 @@ def test_a_file_is_read_by_its_ending(tmp_path: Path, ending: str) -> None:
     assert list(dataset) == ROWS and len(dataset) == 5
     assert dataset.column_names == ["question", "answer"]
     assert dataset[-1] == ROWS[-1]
+    assert list(get_custom_dataset(path=path, limit=2)) == ROWS[:2]
     with pytest.raises(IndexError):
         _ = dataset[5]
 
@@ -82,13 +83,6 @@ def test_empty_lines_count_and_a_byte_order_mark_does_not(tmp_path: Path) -> Non
     assert dataset.where(1) == f"{path} line 3"
 
 
-def test_what_is_no_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.parquet"
-    path.write_text("not at all")
-    with fails_with(DatasetError, "tasks.parquet", "Parquet"):
-        get_custom_dataset(path=path)
-
-
 @pytest.mark.parametrize(
     "name",
     ["nowhere", "nowhere.jsonl", "my/nowhere.parquet", "./nowhere", "/no/where", "~/no", "x y"],
@@ -97,6 +91,13 @@ def test_a_path_that_is_not_there(name: str) -> None:
     """It is told at once: the hub is asked for nothing that is no name there."""
     with fails_with(DatasetError, "(looked from /"):
         get_custom_dataset(path=name)
+
+
+@pytest.mark.parametrize(("name", "says"), [("tasks.parquet", "Parquet"), ("tasks.csv", ".jsonl")])
+def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / name).write_text("a,b\n")
+    with fails_with(DatasetError, name, says):
+        get_custom_dataset(path=tmp_path / name)
 
 
 def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +109,6 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with fails_with(DatasetError, "nobody/nothing", "not on the hub"):
         get_custom_dataset(path="nobody/nothing")
-
-
-def test_an_ending_that_nobody_knows(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.csv"
-    path.write_text("a,b\n")
-    with fails_with(DatasetError, "tasks.csv", ".jsonl"):
-        get_custom_dataset(path=path)
 
 
 def test_a_folder_has_splits(tmp_path: Path) -> None:
@@ -231,11 +225,6 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
         )
 
 
-def test_a_limit_keeps_the_first_items(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl")
-    assert list(get_custom_dataset(path=path, limit=2)) == ROWS[:2]
-
-
 def test_any_indexed_data_will_do() -> None:
     given = as_dataset(ROWS, "train_dataset")
     assert list(given) == ROWS and given.where(3) == "train_dataset[3]"
@@ -249,12 +238,6 @@ def test_any_indexed_data_will_do() -> None:
         as_dataset([], "valid_dataset")
 
 
-def test_datasets_of_other_libraries_will_do() -> None:
-    datasets = pytest.importorskip("datasets")
-    given = as_dataset(datasets.Dataset.from_list(ROWS), "train_dataset")
-    assert isinstance(given, RowDataset) and list(given) == ROWS
-
-
 def test_a_table_is_its_rows() -> None:
     pandas = pytest.importorskip("pandas")
     pyarrow = pytest.importorskip("pyarrow")
@@ -265,13 +248,11 @@ def test_a_table_is_its_rows() -> None:
         assert items_of(table) == ROWS
         assert list(items_of_run(table)) == ROWS
     assert list(as_dataset(frame[frame.answer > 3], "train_dataset")) == ROWS[3:]
+    for library, make in (("polars", "DataFrame"), ("datasets", "Dataset.from_list")):
+        module = pytest.importorskip(library)
+        assert list(as_dataset(attrgetter(make)(module)(ROWS), "train_dataset")) == ROWS
     with fails_with(DatasetError, "valid_dataset"):
         as_dataset(frame[:0], "valid_dataset")
     for columns in (["a", "a"], [0, 1]):
         with fails_with(DatasetError, "names"):
             as_dataset(pandas.DataFrame([[1, 2]], columns=columns), "train_dataset")
-
-
-def test_a_table_of_polars_is_its_rows() -> None:
-    polars = pytest.importorskip("polars")
-    assert list(as_dataset(polars.DataFrame(ROWS), "train_dataset")) == ROWS

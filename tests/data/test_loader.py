@@ -22,7 +22,7 @@ def test_each_iteration_is_a_pass() -> None:
     assert [row["k"] for row in next(iter(in_order))] == list(range(10))
 
 
-def test_it_goes_on_where_it_was() -> None:
+def test_a_loader_goes_on_where_it_was() -> None:
     loader = ItemLoader(ROWS, 3, seed=1)
     first = next(iter(loader))
     state = json.loads(json.dumps(loader.state_dict()))

@@ -66,7 +66,7 @@ async def test_a_trial_at_engines_that_serve_it(
     assert {v for one in said for v in one.output_versions} == {0, 11}
 
 
-async def test_an_engine_as_it_is(models: list[Path], urls: list[str]) -> None:
+async def test_a_running_engine_needs_no_trial(models: list[Path], urls: list[str]) -> None:
     """Its folder is here, so its tokenizer is."""
     config = RolloutConfig(batch_size=1)  # type: ignore[call-arg]
     async with RemoteSGLangEngine(config).initialize(url=urls[2]) as engine:
@@ -87,20 +87,18 @@ async def test_the_engines_of_a_scripts_configuration_are_used_at_any_version(
     check(response, models[0], 1.0, response.output_versions[0])
 
 
-@pytest.mark.parametrize("which", [1, 2])
 def test_an_engine_with_other_weights_is_refused(
-    trial: RunDir, urls: list[str], which: int
+    trial: RunDir, models: list[Path], urls: list[str]
 ) -> None:
-    serves, wanted = ("version 21", "version 11") if which == 2 else ("version 0", "version 21")
-    names = PLACE | ({} if which == 1 else {"step": 10})
-    with fails_with(ConfigError, serves, wanted):
-        RemoteSGLangEngine().initialize(**names, root=trial.path.parents[2], url=urls[which])
-
-
-def test_an_engine_with_another_folder_is_refused(models: list[Path], urls: list[str]) -> None:
-    """Both are version 0, of which there are as many as folders."""
-    with fails_with(ConfigError, "version 0", "step-00000010"):
-        RemoteSGLangEngine().initialize(model=models[1], url=urls[1])
+    newest = PLACE | {"root": trial.path.parents[2]}
+    for names, url, says in (
+        (newest, urls[1], ("version 0", "version 21")),
+        (newest | {"step": 10}, urls[2], ("version 21", "version 11")),
+        # Both are version 0, of which there are as many as folders.
+        ({"model": models[1]}, urls[1], ("version 0", "step-00000010")),
+    ):
+        with fails_with(ConfigError, *says):
+            RemoteSGLangEngine().initialize(**names, url=url)
 
 
 def test_an_engine_with_another_vocabulary_is_refused(trial: RunDir) -> None:
@@ -151,7 +149,7 @@ async def test_a_model_without_a_chat_template_takes_ids_alone(
             await engine.agenerate(prompt=QUESTION)
 
 
-def test_one_that_fails_while_it_is_asked(models: list[Path]) -> None:
+def test_an_engine_that_fails_while_it_is_asked_is_told(models: list[Path]) -> None:
     scripted = ScriptedEngine()
     engine = RemoteSGLangEngine()
     with served_in_thread(scripted, within=60):

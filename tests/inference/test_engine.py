@@ -22,6 +22,7 @@ from any_agent import (
     load_engine,
 )
 from any_agent.config import RolloutConfig
+from any_agent.engine.pool import EnginePool
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
 from any_agent.rundir.layout import RunDir
 from any_agent.types import GenerationHyperparameters
@@ -87,7 +88,7 @@ async def test_the_ways_to_ask_are_one(engine: RemoteSGLangEngine) -> None:
     assert len({(tuple(r.input_tokens), tuple(r.output_tokens), r.text) for r in said}) == 1
 
 
-async def test_its_text_as_it_comes(engine: RemoteSGLangEngine) -> None:
+async def test_a_stream_is_the_whole_answer(engine: RemoteSGLangEngine) -> None:
     asked: dict[str, Any] = {"prompt": QUESTION, "seed": 7, "max_tokens": 24}
     for more in ({}, {"stop": ["e"]}):
         whole = await engine.agenerate(**asked, **more)
@@ -104,17 +105,21 @@ async def test_its_text_as_it_comes(engine: RemoteSGLangEngine) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
 
 
-async def test_a_stream_that_is_left_ends_its_request(engine: RemoteSGLangEngine) -> None:
+async def test_a_stream_that_is_left_or_a_call_that_is_cancelled_ends_its_request(
+    engine: RemoteSGLangEngine,
+) -> None:
     stream = engine.agenerate_stream(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
     await anext(stream)
     await stream.aclose()
-    pool = engine._pool
-    assert pool is not None
 
-    async def idle() -> bool:
+    async def idle(pool: EnginePool) -> bool:
         return not pool.calls
 
-    await until(idle)
+    await until(lambda: engine.ask(idle))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await engine.agenerate(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
+    await until(lambda: engine.ask(idle))
     assert len((await engine.agenerate(prompt=QUESTION, max_tokens=2)).token_ids) <= 2
 
 
@@ -160,14 +165,11 @@ async def test_what_cannot_be_asked(
     with fails_with(error, says):
         async for _ in engine.agenerate_stream(**asked):
             pass
-
-
-async def test_a_request_says_how_it_is_sampled(engine: RemoteSGLangEngine) -> None:
     with fails_with(ValueError, "temperature", "gconfig"):
         await engine.agenerate(ModelRequest(prompt="a"), temperature=1.0)
 
 
-def test_it_blocks_where_that_is_wanted(trial: RunDir) -> None:
+def test_a_model_of_a_script_blocks(trial: RunDir) -> None:
     root = trial.path.parents[2]
     with load_engine("exp", "one", user="me", root=root) as model:
         assert isinstance(model, LocalModel)
@@ -195,15 +197,6 @@ async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
     with fails_with(EngineUnavailable, "initialize"):
         engine.submit({"n": 0}, Saying())
     engine.destroy()
-
-
-def test_a_call_that_is_cancelled_is_ended(engine: RemoteSGLangEngine) -> None:
-    async def cut_off() -> None:
-        async with asyncio.timeout(0):
-            await engine.agenerate(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(cut_off())
 
 
 class Saying(RolloutWorkflow):

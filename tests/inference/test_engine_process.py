@@ -6,6 +6,7 @@ What stands for it here is a module of its name that serves the scripted engine;
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from any_agent import RemoteSGLangEngine
 from any_agent.auth.engine_key import read_key_file
+from any_agent.engine.pool import EnginePool
 from any_agent.errors import ConfigError, StartupError
 from any_agent.inference import engine_process as started
 from tests.support.errors import fails_with
@@ -59,7 +61,7 @@ def root(tmp_path: Path, models: list[Path], monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "runs"
 
 
-def test_it_is_started_and_ended(root: Path) -> None:
+def test_an_sglang_is_started_and_ended(root: Path) -> None:
     """By a thread that ends before it is asked."""
     engine = RemoteSGLangEngine()
     thread = threading.Thread(target=lambda: engine.initialize(**PLACE, root=root))
@@ -67,7 +69,12 @@ def test_it_is_started_and_ended(root: Path) -> None:
     thread.join(60)
     assert engine.version == 21
     assert engine.chat([{"role": "user", "content": "hi"}], max_tokens=3)["role"] == "assistant"
-    (sglang,) = engine.executor._engine.engines  # type: ignore[union-attr]
+
+    async def served(pool: EnginePool) -> Any:
+        (one,) = pool.engines
+        return one
+
+    sglang = asyncio.run(engine.ask(served))
     argv = httpx.get(f"{sglang.url}/server_info").json()["argv"]
     assert argv[argv.index("--model-path") + 1].endswith("step-00000020")
     assert "--incremental-streaming-output" in argv and argv[argv.index("--device") + 1] == "cpu"
@@ -84,7 +91,7 @@ def test_it_is_started_and_ended(root: Path) -> None:
         httpx.get(f"{sglang.url}/health")
 
 
-def test_one_that_cannot_start_says_why(root: Path) -> None:
+def test_an_sglang_that_cannot_start_says_why(root: Path) -> None:
     broken = root.parent / "sglang" / "launch_server.py"
     broken.write_text("raise SystemExit('no memory left')")
     with fails_with(StartupError, "ended with 1", "no memory left"):

@@ -28,26 +28,19 @@ def kept_model(experiment: str, trial: str, **names: Any) -> WeightsSource:
     return found
 
 
-@pytest.mark.parametrize(
-    ("asked", "folder", "version"),
-    [
-        ({}, "step-00000020", 21),
-        ({"step": 10}, "step-00000010", 11),
-        ({"version": 11}, "step-00000010", 11),
-        ({"version": 21}, "step-00000020", 21),
-    ],
-)
-def test_a_checkpoint_is_found_by_step_or_version(
-    trial: RunDir, asked: dict[str, int], folder: str, version: int
-) -> None:
-    found = kept_model(**NAMES, root=root_of(trial), **asked)
-    assert (found.weights.path, found.weights.version) == (trial.checkpoints / folder, version)
-    assert found.config.model.enable_thinking is False, "its settings are the trial's"
-
-
-def test_version_0_is_what_it_began_with(trial: RunDir, models: list[Path]) -> None:
-    found = kept_model(**NAMES, root=root_of(trial), version=0).weights
-    assert (found.path, found.version) == (models[0], 0)
+def test_a_checkpoint_is_found_by_step_or_version(trial: RunDir, models: list[Path]) -> None:
+    ten, twenty = (trial.checkpoints / f"step-000000{step}" for step in (10, 20))
+    for asked, folder, version in (
+        ({}, twenty, 21),
+        ({"step": 10}, ten, 11),
+        ({"version": 11}, ten, 11),
+        ({"version": 21}, twenty, 21),
+        # What it began with.
+        ({"version": 0}, models[0], 0),
+    ):
+        found = kept_model(**NAMES, root=root_of(trial), **asked)
+        assert (found.weights.path, found.weights.version) == (folder, version), asked
+        assert found.config.model.enable_thinking is False, "its settings are the trial's"
 
 
 def test_the_root_and_the_user_of_the_environment(
@@ -86,15 +79,13 @@ def test_a_missing_checkpoint_is_told_with_those_that_exist(
         kept_model(**NAMES, root=tmp_path / "none")
 
 
-def test_a_checkpoint_that_is_not_whole(tmp_path: Path, models: list[Path]) -> None:
+def test_a_checkpoint_that_is_not_whole_or_of_an_older_layout_is_not_used(
+    tmp_path: Path, models: list[Path]
+) -> None:
     run = save_trial(tmp_path, {(10, 11): models[0], (20, 21): models[1]}, base=models[0])
     (run.checkpoints / "step-00000020" / "manifest.json").unlink()
     with fails_with(NotFound, "10 (version 11)"):
         kept_model(**NAMES, root=tmp_path)
-
-
-def test_a_folder_of_an_older_layout_is_refused_by_name(tmp_path: Path) -> None:
-    run = save_trial(tmp_path, {}, base=tmp_path)
     (run.path / "format").unlink()
     with fails_with(ConfigError, "format '1'"):
         kept_model(**NAMES, root=tmp_path)

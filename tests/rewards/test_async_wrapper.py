@@ -177,7 +177,7 @@ def test_it_compares_in_a_thread_and_beside_a_timer() -> None:
 
 
 def test_an_answer_that_computes_for_hours_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_wrapper, "_SECONDS", 1)
+    monkeypatch.setattr(async_wrapper, "MATH_SECONDS", 1)
     before = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         assert gsm8k_reward_fn("", "$9^{9^{9^9}}$", [], [], "3") == 0.0
@@ -185,8 +185,10 @@ def test_an_answer_that_computes_for_hours_is_wrong(monkeypatch: pytest.MonkeyPa
         signal.setitimer(signal.ITIMER_REAL, *before)
 
 
-def test_without_math_verify_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    async_wrapper._math_verify.cache_clear()
+def test_without_math_verify_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async_wrapper.math_verify_package.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with fails_with(ConfigError, "math-verify"):
         gsm8k_reward_fn("", "3", [], [], "3")

@@ -59,8 +59,7 @@ def test_other_errors_are_none(error: Exception | None) -> None:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The free bytes of the disk, and no delays."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda _: sleep(0.01))
+    monkeypatch.setattr(disk_space, "POLL_INTERVAL", 0.01)
     now = SimpleNamespace(free=1 << 40)
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: now)
     return now

@@ -25,7 +25,7 @@ from tests.support.trainer.adapters import (
     train,
 )
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Killed, Lab, config_of, killed, outcome
+from tests.support.trainer.loop import Lab, assert_same_outcome, config_of, outcome
 from tests.support.trainer.policies import random_rows
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.lora import Lora
@@ -34,10 +34,12 @@ from trainer.policy import Policy
 from trainer.weight_folders import holds_weights
 
 
-def going_on_equals_never_having_stopped(model: Path, folder: Path) -> None:
-    policy = Policy.load(model, CONFIG)
+def test_going_on_equals_never_having_stopped_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
     train(policy, range(3))
-    path = save_checkpoint(folder, policy, model, {"version": 3})
+    path = save_checkpoint(tmp_path, policy, tiny_model_dir, {"version": 3})
     train(policy, range(3, 5))
     again, state = load_checkpoint(path, CONFIG)
     assert state == {"version": 3} and again.steps == 3
@@ -47,12 +49,6 @@ def going_on_equals_never_having_stopped(model: Path, folder: Path) -> None:
         assert torch.equal(tensor, other[name]), name
         for key, moment in policy.optimizer.state.get(tensor, {}).items():
             assert torch.equal(moment, again.optimizer.state[other[name]][key]), (name, key)
-
-
-def test_going_on_equals_never_having_stopped_bit_for_bit(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    going_on_equals_never_having_stopped(tiny_model_dir, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +140,7 @@ def run_of(root: Path, model: Path, *more: str) -> Config:
 
 
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """Killed after the third step, whose checkpoint is that of the second."""
     episodes = [pair(f"p{k}", turns=1 + k % 2) for k in range(4)]
@@ -154,34 +150,18 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     assert any("lora_A" in name for name in expected["tensors"])
 
     config = run_of(tmp_path / "killed", tiny_model_dir, "train.steps=4")
-    first = Lab(config, list(episodes))
-    first.trainer._publish = killed(first.trainer._publish, 3)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
-    second = Lab(config, episodes[3:], before=first)
+    second = Lab(config, episodes[3:], before=Lab(config, list(episodes)).die("published", 3))
     assert second.trainer.train()
-    found = outcome(second)
-    assert found["state"] == expected["state"]
-    assert found["tensors"].keys() == expected["tensors"].keys()
-    for name, tensor in expected["tensors"].items():
-        assert torch.equal(found["tensors"][name], tensor), name
+    assert_same_outcome(expected, outcome(second))
 
     # Its engines have what it trains, and a start that changes nothing publishes nothing.
     newest = max(published_versions(second.trainer.dir.weights))
     assert holds_weights(weights_folder(second.trainer.dir.weights, newest), second.trainer.policy)
     third = Lab(config, [], before=second)
     assert third.trainer.train() and not third.service.published
-
-
-def test_a_start_with_another_rank_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    Lab(run_of(tmp_path, tiny_model_dir, "train.steps=1"), [pair("p")]).trainer.train()
-    other = Lab(run_of(tmp_path, tiny_model_dir, "train.steps=2", "train.lora.rank=8"), [])
+    other = Lab(run_of(tmp_path / "killed", tiny_model_dir, "train.lora.rank=8"), [], before=third)
     with fails_with(ConfigError, "rank 4", "train.lora.rank=8"):
         other.trainer.train()
-    plain = [s for s in SETTINGS if "lora" not in s]
-    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", *plain]
-    with fails_with(ConfigError, "train.lora.rank=4"):
-        Lab(config_of(settings), []).trainer.train()
 
 
 def test_an_adapter_without_its_base_needs_the_settings_one(

@@ -24,7 +24,7 @@ def session(*rewards: float, counted: list[bool] | None = None) -> SessionReward
     return SessionRewards(rewards, counted if counted is not None else [True] * len(rewards))
 
 
-def worked_example() -> None:
+def test_the_worked_example_holds() -> None:
     """Discount 0.9; sessions right; wrong then right; wrong, wrong; wrong, wrong."""
     group = [session(1.0), session(0.9, 1.0), session(0.0, 0.0), session(0.0, 0.0)]
     (got,) = group_advantages([group])
@@ -34,21 +34,6 @@ def worked_example() -> None:
     rounded = tuple(tuple(round(a, 2) for a in of_session) for of_session in got.advantages)
     assert rounded == ((0.91,), (0.73, 0.91), (-0.87, -0.87), (-0.87, -0.87))
     assert not got.zero_variance
-
-
-def test_the_worked_example_holds() -> None:
-    worked_example()
-
-
-def test_each_session_counts_once_however_many_turns_it_has() -> None:
-    (got,) = group_advantages([[session(*[0.0] * 9), session(1.0)]])
-    assert got.baseline == 0.5
-
-
-def test_advantages_may_stay_undivided() -> None:
-    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std="none")
-    assert got.baseline == 0.625
-    assert got.advantages == ((0.375,), (-0.625, -0.125))
 
 
 def test_equal_scores_are_zero_variance_even_if_turns_differ() -> None:
@@ -63,41 +48,9 @@ def test_rounding_is_not_variance() -> None:
     assert got.zero_variance
 
 
-def test_uncounted_interactions_make_no_score_and_get_no_advantage() -> None:
-    half = session(5.0, 1.0, counted=[False, True])
-    (got,) = group_advantages([[half, session(0.0)]], normalize_std="none")
-    assert got.scores == (1.0, 0.0)
-    assert got.advantages == ((0.0, 0.5), (-0.5,))
-
-
-def test_a_session_without_counted_interactions_stands_nowhere() -> None:
-    mute = session(9.0, counted=[False])
-    (got,) = group_advantages([[session(1.0), session(0.0), mute]])
-    (without,) = group_advantages([[session(1.0), session(0.0)]])
-    assert got.scores == (1.0, 0.0, None)
-    assert (got.baseline, got.std) == (without.baseline, without.std)
-    assert got.advantages == (*without.advantages, (0.0,))
-
-
 def test_one_score_in_a_group_of_several_is_nothing_to_compare() -> None:
     (got,) = group_advantages([[session(1.0), session(9.0, counted=[False])]])
     assert got.zero_variance and got.advantages == ((0.0,), (0.0,))
-
-
-def test_groups_of_one_use_the_batch_and_are_not_dropped() -> None:
-    groups = [[session(1.0)], [session(0.0, 0.0)], [session(0.25)]]
-    got = group_advantages(groups)
-    scores = [1.0, 0.0, 0.25]
-    mean, std = statistics.mean(scores), statistics.stdev(scores)
-    for g, score in zip(got, scores, strict=True):
-        assert not g.zero_variance
-        assert g.baseline == pytest.approx(mean) and g.std == pytest.approx(std)
-        assert g.advantages[0][0] == pytest.approx((score - mean) / (std + STD_FLOOR))
-
-
-def test_the_batch_is_all_of_it_but_for_dropped_groups() -> None:
-    groups = [[session(1.0)], [session(0.0), session(0.5)], [session(7.0), session(7.0)]]
-    assert group_advantages(groups)[0].baseline == pytest.approx(0.5)
 
 
 def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
@@ -106,11 +59,6 @@ def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
     assert not got[0].zero_variance
     (alone,) = group_advantages([[session(3.0)]])
     assert alone.advantages == ((0.0,),) and alone.std is None and not alone.zero_variance
-
-
-def test_a_group_of_one_that_says_nothing_is_kept_at_zero() -> None:
-    (got,) = group_advantages([[session(3.0, counted=[False])]])
-    assert got.scores == (None,) and got.baseline is None and got.advantages == ((0.0,),)
 
 
 # -- the other estimators, each by its formula ----------------------------------------------------
@@ -131,7 +79,23 @@ STAYS = [0, 1, 3]
 """The groups that have something to compare."""
 
 
-def leave_one_out_law() -> None:
+@pytest.mark.parametrize("normalize_std", ["group", "none"])
+def test_grpo_by_its_formula(normalize_std: str) -> None:
+    """A session counts once; a group of one uses the batch, but for dropped groups."""
+    got = group_advantages(UNEVEN, normalize_std)
+    batch = [score for k in STAYS for score in SCORES[k]]
+    for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
+        pool = scores if len(scores) > 1 else batch
+        b, std = statistics.fmean(pool), statistics.stdev(pool)
+        assert got[k].baseline == pytest.approx(b) and got[k].std == pytest.approx(std)
+        assert got[k].scores == tuple(scores) and got[k].zero_variance is (k not in STAYS)
+        scale = std + STD_FLOOR if normalize_std == "group" else 1.0
+        for advantages, one in zip(got[k].advantages, group, strict=True):
+            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
+                assert a == pytest.approx((r - b) / scale if c and k in STAYS else 0.0)
+
+
+def test_leave_one_out() -> None:
     got = estimate_advantages(UNEVEN, config("rloo"))
     batch = [score for k in STAYS for score in SCORES[k]]
     for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
@@ -145,7 +109,7 @@ def leave_one_out_law() -> None:
         assert got[k].zero_variance is (k not in STAYS)
 
 
-def batch_law() -> None:
+def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
     got = estimate_advantages(UNEVEN, config("reinforce_pp"))
     scores = [score for group in SCORES for score in group]
     mean, std = statistics.fmean(scores), statistics.stdev(scores)
@@ -156,7 +120,7 @@ def batch_law() -> None:
                 assert a == pytest.approx((r - mean) / (std + STD_FLOOR) if c else 0.0)
 
 
-def batch_of_groups_law() -> None:
+def test_the_groups_mean_and_then_the_batch() -> None:
     got = estimate_advantages(UNEVEN, config("reinforce_pp_baseline"))
     batch = [score for k in STAYS for score in SCORES[k]]
     means = [statistics.fmean(s if len(s) > 1 else batch) for s in SCORES]
@@ -170,7 +134,7 @@ def batch_of_groups_law() -> None:
         assert got[k].zero_variance is (k not in STAYS)
 
 
-def deviation_of_the_batch_law() -> None:
+def test_grpo_with_the_deviation_of_the_batch() -> None:
     got = group_advantages(UNEVEN, "batch")
     batch = [score for k in STAYS for score in SCORES[k]]
     std = statistics.stdev(batch)
@@ -179,22 +143,6 @@ def deviation_of_the_batch_law() -> None:
         for advantages, one in zip(got[k].advantages, group, strict=True):
             expected = (one.rewards[0] - b) / (std + STD_FLOOR) if k in STAYS else 0.0
             assert advantages[0] == pytest.approx(expected)
-
-
-def test_leave_one_out() -> None:
-    leave_one_out_law()
-
-
-def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
-    batch_law()
-
-
-def test_the_groups_mean_and_then_the_batch() -> None:
-    batch_of_groups_law()
-
-
-def test_grpo_with_the_deviation_of_the_batch() -> None:
-    deviation_of_the_batch_law()
 
 
 def test_the_others_without_a_deviation() -> None:

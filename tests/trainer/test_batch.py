@@ -34,12 +34,11 @@ def batch_of(
     *episodes: list[Trajectory],
     step: int = 0,
     eta: int = 2,
-    longest: int | None = None,
     **settings: Any,
 ) -> TrainingBatch:
     """Version v was published after v steps."""
     steps = {version: version for version in versions_in(episodes)}
-    config = CONFIG.model_copy(update={"max_row_tokens": longest, **settings})
+    config = CONFIG.model_copy(update=settings)
     return training_batch(episodes, config, step=step, eta=eta, step_of_version=steps)
 
 
@@ -117,41 +116,34 @@ def test_a_fresh_turn_after_an_old_one() -> None:
     assert versions_in([[mixed]]) == {0, 3}
 
 
-def test_a_session_with_a_row_that_is_too_long_is_named_and_still_in_the_baseline(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("limits", "rejected"),
+    [
+        # A turn is five tokens and follows on those before it.
+        ({"longest": 10}, "too_long"),
+        ({"context": 14}, "too_long"),
+        # An engine that serves another model samples such tokens; each start would meet them again.
+        ({"vocabulary": 99}, "unusable"),
+        ({"longest": 15, "context": 15, "vocabulary": 100}, None),
+    ],
+)
+def test_a_session_that_the_model_cannot_compute_is_left_out_and_still_in_the_baseline(
+    limits: dict[str, int], rejected: str | None
 ) -> None:
-    """A turn is five tokens and follows on those before it."""
-    episode = [session("long", 4.0, turns=3), session("good", 1.0, turns=2), session("bad", 1.0)]
-    batch = batch_of(episode, longest=10)
-    assert batch.trained == ["good", "bad"]
-    assert batch.rejected == {"long": "too_long"}
+    odd = session("odd", 4.0, turns=3, output=(4, 99) if "vocabulary" in limits else (4, 9))
+    config = CONFIG.model_copy(update={"max_row_tokens": limits.get("longest")})
+    context, vocabulary = limits.get("context"), limits.get("vocabulary", 100)
+    batch = training_batch(
+        [[odd, session("good", 1.0, turns=2), session("bad", 1.0)]],
+        config,
+        step=0,
+        eta=0,
+        step_of_version={0: 0},
+        misfit=partial(misfit, vocabulary=vocabulary, context=context),
+    )
+    assert batch.rejected == ({"odd": rejected} if rejected else {})
     assert batch.scores == [4.0, 1.0, 1.0]
-    assert advantages(batch) == [-1.0, -1.0, -1.0]
-    assert "a row has 15 tokens" in caplog.text
-    assert batch_of(episode, longest=15).rejected == {}
-
-
-def test_a_session_with_a_token_that_the_model_lacks_is_left_out_and_ends_nothing() -> None:
-    """An engine that serves another model samples such tokens; each start would meet them again."""
-    episode = [session("odd", 1.0, output=(4, 4, 99, 4)), session("good", 0.0), session("bad", 1.0)]
-    steps = {0: 0}
-    lacks = partial(misfit, vocabulary=99, context=None)
-    batch = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, misfit=lacks)
-    assert batch.rejected == {"odd": "unusable"} and batch.trained == ["good", "bad"]
-    assert batch.scores == [1.0, 0.0, 1.0]
-    has = partial(misfit, vocabulary=100, context=None)
-    whole = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, misfit=has)
-    assert whole.rejected == {}
-
-
-def test_a_session_beyond_the_models_context_is_too_long() -> None:
-    episode = [session("long", 1.0, output=(4, 4, 8, 4, 4, 4, 4)), session("bad", 0.0)]
-    for context, rejected in ((8, {"long": "too_long"}), (100, {})):
-        fits = partial(misfit, vocabulary=100, context=context)
-        batch = training_batch(
-            [episode], CONFIG, step=0, eta=0, step_of_version={0: 0}, misfit=fits
-        )
-        assert batch.rejected == rejected
+    assert advantages(batch)[-3:] == [-1.0, -1.0, -1.0]
 
 
 def test_nothing_but_leftovers() -> None:
@@ -193,6 +185,8 @@ def test_the_mean_that_the_loss_is(aggregation: str) -> None:
         assert sums == pytest.approx([1 / 4] * 4)
     if aggregation == "session":
         assert (sum(sums[:3]), sums[3]) == pytest.approx((1 / 2, 1 / 2))
+    assert all("token_weights" not in row for row in batch_of(uneven()).rows), "over tokens"
+    assert TrainConfig(aggregation="constant").constant_length == 4096  # type: ignore[call-arg]
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=6))
@@ -205,16 +199,6 @@ def test_weights_of_means_add_up_to_the_number_of_tokens(sessions: list[list[int
         assert len(out) == sum(map(len, sessions))
         weights = sum(len(row["loss_mask"]) * float(row["token_weights"]) for row in out)
         assert weights == pytest.approx(total, rel=1e-6)
-
-
-def test_the_constant_length_has_a_default() -> None:
-    length = TrainConfig(aggregation="constant").constant_length  # type: ignore[call-arg]
-    batch = batch_of(uneven(), aggregation="constant", constant_length=length)
-    assert weights_of(batch) == pytest.approx([1 / 8192] * 4)
-
-
-def test_the_mean_over_tokens_needs_no_weights() -> None:
-    assert all("token_weights" not in row for row in batch_of(uneven()).rows)
 
 
 def test_weights_are_those_of_the_tokens_that_staleness_leaves() -> None:
@@ -234,7 +218,7 @@ def test_weights_are_those_of_the_tokens_that_staleness_leaves() -> None:
 OVERLONG = {"overlong_length": 4, "overlong_buffer": 2, "overlong_penalty": 0.5}
 
 
-def overlong_law() -> None:
+def test_long_outputs_lose_reward_each_by_itself() -> None:
     """Not the length of the session counts, and no earlier turn pays for a later one."""
     first = interaction("first", session="s", output=(1, 2, 3, 4, 5))
     second = interaction("second", "first", session="s", output=(8, 9, 8))
@@ -246,10 +230,6 @@ def overlong_law() -> None:
     mean = batch.scores[0] / 2
     assert advantages(batch) == pytest.approx([0.5 - mean, 0.75 - mean, -mean])
     assert batch_of(episode).scores == [1.0, 0.0]
-
-
-def test_long_outputs_lose_reward_each_by_itself() -> None:
-    overlong_law()
 
 
 def test_a_row_with_several_outputs_loses_by_its_longest() -> None:
@@ -307,24 +287,6 @@ def test_the_order_of_a_group_is_that_of_its_tokens() -> None:
     orders = [in_stable_order(list(group)) for group in permutations([short, long, sampled])]
     assert all(order == orders[0] for order in orders)
     assert {one.session_id for one in orders[0]} == {"a", "b", "data-0-0"}
-
-
-def test_a_batch_is_divided_by_its_groups_and_sessions() -> None:
-    episodes = [pair(name, turns=2) for name in "abcd"]
-    names = [f"{name}-{how}" for name in "abcd" for how in ("good", "bad") for _ in range(2)]
-    steps = {0: 0}
-
-    def divided(count: int) -> list[set[str]]:
-        config = CONFIG.model_copy(update={"minibatches": count})
-        batch = training_batch(episodes, config, step=0, eta=2, step_of_version=steps)
-        assert sorted(k for part in batch.minibatches for k in part) == list(range(16))
-        return [{names[k] for k in part} for part in batch.minibatches]
-
-    assert divided(1) == [set(names)]
-    assert sorted(len(part) for part in divided(2)) == [4, 4]
-    assert all(len({name[0] for name in part}) == 2 for part in divided(2))
-    assert sorted(len(part) for part in divided(8)) == [1] * 8
-    assert len(divided(9)) == 8
 
 
 @pytest.mark.parametrize("aggregation", ["session", "turn", "constant"])

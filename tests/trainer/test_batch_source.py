@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ from any_agent.workflow import GroupedRolloutWorkflow
 from tests.support.errors import fails_with
 from tests.support.trainer.datasets import Alternating, DataLab
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Killed, Lab, config_of, killed, outcome
+from tests.support.trainer.loop import (
+    Lab,
+    Method,
+    assert_same_outcome,
+    config_of,
+    outcome,
+)
 from trainer import loop
 from trainer.manifests import ManifestStore
 
@@ -40,15 +48,11 @@ def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("whole")
     lab = DataLab(config_of([f"root={root}", f"model.path={tiny_model_dir}", *RUN]))
     assert lab.trainer.train()
     return outcome(lab)
-
-
-def rates(lab: DataLab) -> list[float]:
-    return [line["learning_rate"] for line in lab.metrics]
 
 
 def positions(lab: DataLab) -> list[list[int]]:
@@ -81,74 +85,35 @@ def test_a_run_over_a_dataset_trains_on_each_item_once(settings: list[str]) -> N
 
 
 def test_what_a_step_took_is_beside_its_manifest(settings: list[str]) -> None:
-    lab = DataLab(config_of(settings, "train.checkpoint_every=9", "train.steps=2"))
-    load = lab.trainer._load
-
-    def loaded() -> None:
-        load()
-        lab.trainer.policy.step = killed(lab.trainer.policy.step, 2)  # type: ignore[method-assign]
-
-    lab.trainer._load = loaded  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        lab.trainer.train()
+    lab = DataLab(config_of(settings, "train.checkpoint_every=9", "train.steps=2")).die("step", 2)
     assert positions(lab) == [[0, 1], [2, 3]]
     found = ManifestStore(lab.trainer.dir.manifests).sampled(2)
     assert [session.group_id for session in found.values()] == ["data-2"] * 2 + ["data-3"] * 2
     assert [row["versions"].tolist() for s in found.values() for row in s.rows] == [
         [-1, -1, -1, 1, 1]
     ] * 4
+    (rows,) = lab.trainer.dir.manifests.glob("step-00000002*.safetensors")
+    rows.write_bytes(rows.read_bytes()[:50])
+    with fails_with(ConfigError, rows.name):
+        DataLab(lab.trainer.config, before=lab).trainer.train()
 
 
 @pytest.mark.parametrize(
     ("boundary", "when"),
     [
-        ("batch", 1),
-        ("batch", 4),
-        ("manifest", 1),
-        ("manifest", 3),
-        ("step", 2),
-        ("published", 3),
-        ("settled", 1),
-        ("settled", 4),
-        ("before checkpoint", 1),
-        ("checkpoint", 1),
+        *(("batch", 1), ("batch", 4), ("manifest", 1), ("manifest", 3), ("step", 2)),
+        *(("published", 3), ("settled", 1), ("settled", 4)),
+        *(("before checkpoint", 1), ("checkpoint", 1)),
     ],
 )
 @pytest.mark.service
 def test_a_trainer_that_dies_anywhere_ends_as_one_that_does_not(
-    settings: list[str], uninterrupted: dict[str, Any], boundary: str, when: int
+    settings: list[str], undisturbed: dict[str, Any], boundary: str, when: int
 ) -> None:
-    config = config_of(settings)
-    first = DataLab(config)
-    load = first.trainer._load
-
-    def loaded() -> None:
-        load()
-        trainer = first.trainer
-        owner, name, before = {
-            "batch": (first.source, "next_batch", False),
-            "manifest": (trainer._manifests, "write", False),
-            "step": (trainer.policy, "step", False),
-            "published": (trainer._publisher, "publish", False),
-            "settled": (first.source, "settle", False),
-            "before checkpoint": (trainer, "_save", True),
-            "checkpoint": (trainer, "_save", False),
-        }[boundary]
-        setattr(owner, name, killed(getattr(owner, name), when, before=before))
-
-    first.trainer._load = loaded  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
-    again = DataLab(config, before=first)
+    first = DataLab(config_of(settings)).die(boundary, when)
+    again = DataLab(config_of(settings), before=first)
     assert again.trainer.train()
-    result = outcome(again)
-    assert result["state"] == uninterrupted["state"]
-    different = [
-        name
-        for name, tensor in uninterrupted["tensors"].items()
-        if not tensor.equal(result["tensors"][name])
-    ]
-    assert different == []
+    assert_same_outcome(undisturbed, outcome(again))
 
 
 def test_what_comes_to_nothing_is_done_with_and_told(settings: list[str]) -> None:
@@ -165,11 +130,7 @@ def test_what_comes_to_nothing_is_done_with_and_told(settings: list[str]) -> Non
 
 def test_a_replayed_step_brings_what_was_left_out_before_it(settings: list[str]) -> None:
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=9")
-    first = DataLab(config, Alternating(dull=(1,), failing=(2,)))
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 2)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
+    first = DataLab(config, Alternating(dull=(1,), failing=(2,))).die("published", 2)
     assert sorted(n for step in positions(first) for n in step) == [0, 1, 2, 3, 4, 5]
     workflow = Alternating()
     again = DataLab(config, workflow, before=first)
@@ -198,33 +159,26 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
 
 def test_the_rate_falls_until_the_epochs_end(settings: list[str]) -> None:
     falls = ("train.lr=1e-3", "train.lr_schedule=linear", "train.epochs=2")
-    lab = DataLab(config_of(settings, *falls, "train.steps=100"), items=3)
-    assert lab.trainer.train()
+
+    def rates(items: int, *more: str, before: Lab | None = None) -> tuple[Lab, list[float]]:
+        lab = DataLab(config_of(settings, *falls, *more), items=items, before=before)
+        assert lab.trainer.train()
+        return lab, [1e3 * line["learning_rate"] for line in lab.metrics]
+
     # Two items make a step, and six of them three steps.
-    assert rates(lab) == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
-    shorter = DataLab(config_of(settings, *falls, "train.steps=2", "trial=shorter"), items=3)
-    assert shorter.trainer.train()
-    assert rates(shorter) == pytest.approx([1e-3, 1e-3 / 2])
-
-
-def test_a_restart_with_larger_batches_does_not_end_the_rate_early(settings: list[str]) -> None:
-    falls = ("train.lr=1e-3", "train.lr_schedule=linear", "train.epochs=2")
-    begun = DataLab(config_of(settings, *falls, "train.steps=2"), items=4)
-    assert begun.trainer.train()
-    larger = ("rollout.batch_size=6", "rollout.max_concurrent=6", "train.steps=100")
-    more = DataLab(config_of(settings, *falls, *larger), items=4, before=begun)
-    assert more.trainer.train()
+    assert rates(3, "train.steps=100")[1] == pytest.approx([1, 2 / 3, 1 / 3])
+    assert rates(3, "train.steps=2", "trial=shorter")[1] == pytest.approx([1, 1 / 2])
+    begun, _ = rates(4, "train.steps=2", "trial=begun")
+    larger = ("rollout.batch_size=6", "rollout.max_concurrent=6", "train.steps=100", "trial=begun")
     # Four of eight items made two steps. The others make two more, not all eight three steps.
-    assert rates(more) == pytest.approx([1e-3, 1e-3 / 2, 1e-3 / 2, 1e-3 / 4])
+    assert rates(4, *larger, before=begun)[1] == pytest.approx([1, 1 / 2, 1 / 2, 1 / 4])
 
 
-def test_groups_of_a_workflow_that_makes_groups_itself_are_larger(settings: list[str]) -> None:
+def test_the_epochs_are_so_many_steps(settings: list[str]) -> None:
+    """A warm-up that is longer is refused; a workflow that makes groups itself makes more."""
     workflow = GroupedRolloutWorkflow(Alternating(), 2)
     lab = DataLab(config_of(settings, "train.epochs=2"), workflow, items=3)
     assert lab.source.last_step(0) == 6
-
-
-def test_a_warm_up_longer_than_the_epochs_is_refused(settings: list[str]) -> None:
     longer = ("train.steps=100", "train.epochs=2", "train.warmup_steps=3")
     with fails_with(ConfigError, "warmup_steps=3", "3 steps"):
         DataLab(config_of(settings, *longer), items=3)
@@ -232,20 +186,15 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(settings: list[str]) -> Non
 
 
 def test_other_settings_do_not_change_steps_that_are_made_again(
-    settings: list[str], uninterrupted: dict[str, Any]
+    settings: list[str], undisturbed: dict[str, Any]
 ) -> None:
-    first = DataLab(config_of(settings))
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
+    first = DataLab(config_of(settings)).die("published")
     others = ["sampling.temperature=0.5", "train.discount=0.5", "train.steps=1", "rollout.eta=3"]
     hot = DataLab(config_of(settings, *others), before=first)
     assert hot.trainer.train()
     again = DataLab(config_of(settings), before=hot)
     assert again.trainer.train()
-    result = outcome(again)["tensors"]
-    assert all(t.equal(result[name]) for name, t in uninterrupted["tensors"].items())
+    assert_same_outcome(undisturbed, outcome(again))
 
 
 def test_agents_outside_take_a_turn_in_between(settings: list[str]) -> None:
@@ -262,11 +211,7 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
     settings: list[str],
 ) -> None:
     """Its items are done with, whoever trains when it is made again, also before a checkpoint."""
-    first = DataLab(config_of(settings))
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
+    first = DataLab(config_of(settings)).die("published")
     outside = Lab(config_of(settings, "train.steps=1"), [], before=first)
     assert outside.trainer.train()
     again = DataLab(config_of(settings, "train.steps=2"), before=outside)
@@ -277,30 +222,20 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
 
 def test_a_step_that_is_not_finite_when_made_again_is_none(settings: list[str]) -> None:
     config = config_of(settings, "train.checkpoint_every=9")
-    first = DataLab(config)
-    first.trainer._manifests.write = killed(first.trainer._manifests.write, 1)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
-    again = DataLab(config, before=first)
-    load, steps = again.trainer._load, []
+    again = DataLab(config, before=DataLab(config).die("manifest"))
 
-    def loaded() -> None:
-        load()
-        step = again.trainer.policy.step
+    def failing_once(step: Method, _: bool) -> Method:
+        results = chain([FloatingPointError("nan")], repeat(None))
 
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            steps.append(1)
-            if len(steps) == 1:
-                raise FloatingPointError("nan")
+        def made(*args: Any, **kwargs: Any) -> Any:
+            if error := next(results):
+                raise error
             return step(*args, **kwargs)
 
-        again.trainer.policy.step = failing  # type: ignore[method-assign]
-        publish = again.trainer._publisher.publish
-        again.trainer._publisher.publish = killed(publish, 2)  # type: ignore[method-assign]
+        return made
 
-    again.trainer._load = loaded  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        again.trainer.train()
+    again.at("step", failing_once)
+    again.die("published", 2)
     # The next step's manifest says of its items, too, that they are done with.
     assert positions(again) == [[0, 1, 2, 3]]
 
@@ -322,62 +257,54 @@ def test_a_dataset_that_times_out_ends_it(settings: list[str]) -> None:
         def __getitem__(self, k: Any) -> Any:
             raise TimeoutError("the file server is away")
 
-    lab = DataLab(config_of(settings))
-    lab.source._dataset = Away([{}] * 10)  # type: ignore[assignment]
+    lab = DataLab(config_of(settings), rows=Away([{}] * 10))
     with fails_with(TrainingError, "the file server is away"):
         lab.trainer.train()
 
 
+class Waiting(Alternating):
+    """Runs of an item wait until something was told, once so many runs have begun."""
+
+    def __init__(self, item: int, after: int, told: Callable[[], bool], dull: range) -> None:
+        super().__init__(dull=dull)
+        self._item, self._after, self._told = item, after, told
+        self._begun = 0
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        self._begun += 1
+        while data["n"] == self._item and self._begun > self._after and not self._told():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return await super().arun_episode(engine, data)
+
+
+@pytest.mark.parametrize(
+    ("steps", "item", "after", "dull", "said"),
+    [
+        (2, 3, 0, range(1), r"\d of 4 sessions came; left out so far: 2 zero_variance"),
+        # Eight of ten items, between which two make a step now and then.
+        (8, 9, 60, range(8), "groups had nothing to learn from"),
+    ],
+)
 def test_a_long_wait_is_told_with_what_is_there(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    item: int,
+    after: int,
+    dull: range,
+    said: str,
 ) -> None:
-    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.05)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.05)
-    said: list[str] = []
-
-    def told() -> list[str]:
-        return [line for line in said if "zero_variance" in line]
-
-    class Waiting(Alternating):
-        """Until that was told."""
-
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-            while data["n"] == 3 and not told():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            return await super().arun_episode(engine, data)
-
-    lab = DataLab(config_of(settings, "train.steps=2"), Waiting(dull=(0,)))
-    lab.trainer.report.say = said.append
-    assert lab.trainer.train()
-    waiting = r"waiting   for trajectories: \d of 4 sessions came; left out so far: 2 zero_variance"
-    assert re.fullmatch(waiting, told()[0])
-
-
-def test_a_person_is_told_that_most_items_teach_nothing(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight of ten items, between which two make a step now and then."""
-    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.01)
-    said: list[str] = []
-    runs: list[int] = []
+    monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.01)
+    lines: list[str] = []
 
     def told() -> bool:
-        return any("groups had nothing to learn from" in line for line in said)
+        return any(re.search(said, line) for line in lines)
 
-    class Waiting(Alternating):
-        """Until that was told, once there is enough to tell of."""
-
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-            runs.append(data["n"])
-            while data["n"] == 9 and len(runs) > 60 and not told():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            return await super().arun_episode(engine, data)
-
-    lab = DataLab(config_of(settings, "train.steps=8"), Waiting(dull=tuple(range(8))))
-    lab.trainer.report.say = said.append
+    lab = DataLab(config_of(settings, f"train.steps={steps}"), Waiting(item, after, told, dull))
+    lab.trainer.report.say = lines.append
     assert lab.trainer.train()
-    assert told(), said
+    assert told(), lines
 
 
 def test_another_dataset_is_refused(settings: list[str]) -> None:
@@ -388,48 +315,24 @@ def test_another_dataset_is_refused(settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "how", "reason"),
+    ("limit", "how", "accepts", "reason"),
     [
-        ("rollout.max_failures=6", {"failing": tuple(range(10))}, ("6 episodes", "fails")),
-        ("rollout.max_failures=6", {"rejected": tuple(range(10))}, ("6 episodes", "no model call")),
+        ("max_failures=6", {"failing": range(10)}, True, ("6 episodes", "fails")),
+        ("max_failures=6", {"rejected": range(10)}, True, ("6 episodes", "no model call")),
         # A run of each item is kept, so no row of failures ever gets long.
-        ("rollout.max_dull_groups=20", {"halved": True}, ("20 groups", "20 group_too_small")),
+        ("max_dull_groups=20", {"halved": True}, True, ("20 groups", "20 group_too_small")),
+        ("max_dull_groups=20", {"dull": range(10)}, True, ("20 zero_variance", "0.5")),
+        ("max_dull_groups=20", {}, False, ("20 groups", "20 not_accepted")),
     ],
 )
 def test_items_that_come_to_nothing_for_ever_end_it_with_the_reason(
-    settings: list[str], limit: str, how: dict[str, Any], reason: tuple[str, ...]
+    settings: list[str], limit: str, how: dict[str, Any], accepts: bool, reason: tuple[str, ...]
 ) -> None:
-    lab = DataLab(config_of(settings, limit), Alternating(**how))
+    config = config_of(settings, f"rollout.{limit}")
+    lab = DataLab(config, Alternating(**how), accept=lambda _: accepts)
     with fails_with(TrainingError, *reason):
         lab.trainer.train()
-
-
-def test_rows_that_are_gone_are_told_of(settings: list[str]) -> None:
-    config = config_of(settings)
-    first = DataLab(config)
-    publish = first.trainer._publisher.publish
-    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.trainer.train()
-    (rows,) = first.trainer.dir.manifests.glob("*.safetensors")
-    rows.write_bytes(rows.read_bytes()[:50])
-    with fails_with(ConfigError, "step-00000001.safetensors"):
-        DataLab(config, before=first).trainer.train()
-
-
-def test_items_that_teach_nothing_for_ever_end_it(settings: list[str]) -> None:
-    """Twelve items over and over, all of whose runs score 0.5."""
-    workflow = Alternating(dull=tuple(range(12)))
-    lab = DataLab(config_of(settings, "rollout.max_dull_groups=20"), workflow, items=12)
-    with fails_with(TrainingError, "20 groups", "20 zero_variance", "0.5"):
-        lab.trainer.train()
     assert lab.trainer.policy.steps == 0
-
-
-def test_items_that_no_filter_takes_end_it(settings: list[str]) -> None:
-    lab = DataLab(config_of(settings, "rollout.max_dull_groups=20"), accept=lambda _: False)
-    with fails_with(TrainingError, "20 groups", "20 not_accepted"):
-        lab.trainer.train()
 
 
 def test_an_item_that_teaches_something_begins_the_count_anew(settings: list[str]) -> None:

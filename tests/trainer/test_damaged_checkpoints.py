@@ -14,8 +14,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
-from tests.support.trainer.loop import Lab, config_of, outcome
-from tests.trainer.test_resume import RUN, assert_same, die_at, episodes, left_for
+from tests.support.trainer.loop import RUN, Lab, assert_same_outcome, config_of, episodes, outcome
 
 Damage = Callable[[Path], None]
 
@@ -32,44 +31,21 @@ def noise(size: int) -> bytes:
     return random.Random(7).randbytes(size)
 
 
-def random_header(checkpoint: Path) -> None:
-    overwrite(checkpoint / "model.safetensors", 0, noise(512))
+def spoiled(name: str, begin: int, data: Callable[[int], bytes]) -> Damage:
+    """Overwrite a file from a place on, counted from its end if negative, by so many bytes."""
 
+    def damage(checkpoint: Path) -> None:
+        path = checkpoint / name
+        size = path.stat().st_size
+        overwrite(path, begin % size, data(size))
 
-def garbage_state(checkpoint: Path) -> None:
-    path = checkpoint / "trainer" / "state.json"
-    overwrite(path, 0, noise(path.stat().st_size))
-
-
-def zeroed_optimizer(checkpoint: Path) -> None:
-    path = checkpoint / "trainer" / "optimizer.safetensors"
-    overwrite(path, 0, bytes(path.stat().st_size))
-
-
-def zeroed_tensors(checkpoint: Path) -> None:
-    path = checkpoint / "model.safetensors"
-    overwrite(path, path.stat().st_size - 8192, bytes(8192))
+    return damage
 
 
 def one_flipped_bit(checkpoint: Path) -> None:
     path = checkpoint / "trainer" / "optimizer.safetensors"
     at = path.stat().st_size - 100
     overwrite(path, at, bytes([path.read_bytes()[at] ^ 1]))
-
-
-def garbage_generators(checkpoint: Path) -> None:
-    path = checkpoint / "trainer" / "rng.safetensors"
-    overwrite(path, 0, noise(path.stat().st_size))
-
-
-def another_tokenizer(checkpoint: Path) -> None:
-    path = checkpoint / "tokenizer.json"
-    overwrite(path, path.stat().st_size // 2, b"#")
-
-
-def garbage_manifest(checkpoint: Path) -> None:
-    path = checkpoint / "manifest.json"
-    overwrite(path, 0, noise(path.stat().st_size))
 
 
 def other_checksums(checkpoint: Path) -> None:
@@ -79,33 +55,26 @@ def other_checksums(checkpoint: Path) -> None:
     path.write_text(json.dumps(data))
 
 
-DAMAGES = (
-    *(random_header, garbage_state, zeroed_optimizer, zeroed_tensors, one_flipped_bit),
-    *(garbage_generators, another_tokenizer, garbage_manifest, other_checksums),
-)
-STRUCTURAL = (random_header, garbage_state, zeroed_optimizer, garbage_generators, garbage_manifest)
-"""The damages that are found without checksums."""
-
-
-@pytest.fixture
-def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
-    return [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("whole")
-    base = [f"root={root}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
-    lab = Lab(config_of(base, *RUN), episodes())
-    assert lab.trainer.train()
-    return outcome(lab)
+STRUCTURAL: dict[str, Damage] = {
+    "a random header": spoiled("model.safetensors", 0, lambda _: noise(512)),
+    "garbage for the state": spoiled("trainer/state.json", 0, noise),
+    "a zeroed optimizer": spoiled("trainer/optimizer.safetensors", 0, bytes),
+    "garbage for the generators": spoiled("trainer/rng.safetensors", 0, noise),
+    "garbage for the manifest": spoiled("manifest.json", 0, noise),
+}
+"""Damages that are found without checksums."""
+DAMAGES = STRUCTURAL | {
+    "zeroed tensors": spoiled("model.safetensors", -8192, lambda _: bytes(8192)),
+    "one flipped bit": one_flipped_bit,
+    "another tokenizer": spoiled("tokenizer.json", 1000, lambda _: b"#"),
+    "other checksums": other_checksums,
+}
 
 
 @pytest.fixture
 def killed(settings: list[str]) -> Lab:
     """A trainer that was killed in step 5, with checkpoints of steps 2 and 4."""
-    lab = Lab(config_of(settings, *RUN), episodes())
-    die_at(lab, "step", 5)
+    lab = Lab(config_of(settings, *RUN), episodes()).die("step", 5)
     names = sorted(path.name for path in lab.trainer.dir.checkpoints.glob("step-*"))
     assert names == ["step-00000002", "step-00000004"]
     return lab
@@ -119,8 +88,8 @@ def without_checksums(checkpoint: Path) -> None:
     path.write_text(json.dumps(data))
 
 
-def resumed(settings: list[str], killed: Lab) -> Lab:
-    again = Lab(config_of(settings, *RUN), left_for(killed), before=killed)
+def resumed(killed: Lab) -> Lab:
+    again = killed.again()
     assert again.trainer.train()
     return again
 
@@ -131,13 +100,13 @@ def test_the_newest_whole_one_is_used(
     settings: list[str],
     killed: Lab,
     uninterrupted: dict[str, Any],
-    damage: Damage,
+    damage: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = killed.trainer.dir.checkpoints
-    damage(root / "step-00000004")
-    again = resumed(settings, killed)
-    assert_same(uninterrupted, outcome(again))
+    DAMAGES[damage](root / "step-00000004")
+    again = resumed(killed)
+    assert_same_outcome(uninterrupted, outcome(again))
     # Steps 3 to 5 were made again from their manifests, and acknowledged once each.
     assert [ids[0] for ids in again.executor.replayed] == ["p2-good", "p3-good", "p4-good"]
     assert (root / "damaged-step-00000004").is_dir()
@@ -148,13 +117,13 @@ def test_the_newest_whole_one_is_used(
 
 @pytest.mark.parametrize("damage", STRUCTURAL)
 def test_without_checksums_the_form_is_checked(
-    settings: list[str], killed: Lab, uninterrupted: dict[str, Any], damage: Damage
+    settings: list[str], killed: Lab, uninterrupted: dict[str, Any], damage: str
 ) -> None:
     root = killed.trainer.dir.checkpoints
     for step in (2, 4):
         without_checksums(root / f"step-0000000{step}")
-    damage(root / "step-00000004")
-    assert_same(uninterrupted, outcome(resumed(settings, killed)))
+    STRUCTURAL[damage](root / "step-00000004")
+    assert_same_outcome(uninterrupted, outcome(resumed(killed)))
     assert (root / "damaged-step-00000004").is_dir()
 
 
@@ -166,8 +135,8 @@ def test_one_without_checksums_is_loaded_and_said_so(
 ) -> None:
     without_checksums(killed.trainer.dir.checkpoints / "step-00000004")
     with caplog.at_level(logging.INFO):
-        again = resumed(settings, killed)
-    assert_same(uninterrupted, outcome(again))
+        again = resumed(killed)
+    assert_same_outcome(uninterrupted, outcome(again))
     assert "step-00000004 has no checksums, as an earlier version wrote it" in caplog.text
     assert [ids[0] for ids in again.executor.replayed] == ["p4-good"]
 
@@ -177,23 +146,22 @@ def test_without_a_whole_one_training_does_not_begin_anew(
 ) -> None:
     root = killed.trainer.dir.checkpoints
     shutil.copytree(root / "step-00000004", tmp_path / "copy")
-    zeroed_tensors(root / "step-00000002")
-    garbage_state(root / "step-00000004")
+    DAMAGES["zeroed tensors"](root / "step-00000002")
+    DAMAGES["garbage for the state"](root / "step-00000004")
     for _ in range(2):  # nor at the next start, when both are set aside
         again = Lab(config_of(settings, *RUN), [], before=killed)
         with fails_with(ConfigError, "damaged-step-00000002, damaged-step-00000004", "--trial"):
             again.trainer.train()
         assert again.service.published == []
     shutil.copytree(tmp_path / "copy", root / "step-00000004")
-    assert_same(uninterrupted, outcome(resumed(settings, killed)))
+    assert_same_outcome(uninterrupted, outcome(resumed(killed)))
 
 
 def test_a_damaged_publication_is_published_anew(settings: list[str]) -> None:
     """At the resume the ranks serve the trainer's own version 4, whose folder is damaged since."""
-    lab = Lab(config_of(settings, *RUN), episodes())
-    die_at(lab, "ack", 4)
+    lab = Lab(config_of(settings, *RUN), episodes()).die("ack", 4)
     folder = lab.trainer.dir.weights / "v00000004"
-    random_header(folder)
-    again = resumed(settings, lab)
+    DAMAGES["a random header"](folder)
+    again = resumed(lab)
     assert (folder.parent / "damaged-v00000004").is_dir()
     assert again.service.published == [(5, 4), (6, 5)]

@@ -74,33 +74,35 @@ def by_item(reward: dict[int, Any]) -> Doing:
     return Doing(do)
 
 
-@pytest.mark.parametrize(
-    ("settings", "due"),
-    [
-        ({"every": 0}, []),
-        ({"every": 0, "at_start": True}, [0]),
-        ({"every": 2}, [2, 4, 5]),
-        ({"every": 3, "at_start": True}, [0, 3, 5]),
-        ({"every": 100}, [5]),
-    ],
-)
-def test_when_it_is_due(tmp_path: Path, settings: dict[str, Any], due: list[int]) -> None:
+def test_when_it_is_due(tmp_path: Path) -> None:
     with executor() as e:
-        lab = Lab(tmp_path, e)
-        evaluation = lab.evaluation(Doing(), 1, **settings)
-        evaluation(0, False)
-        for step in range(1, 6):
-            evaluation(step, step == 5)
-    assert [line["step"] for line in lab.lines] == due
+        for number, (settings, due) in enumerate(
+            (
+                ({"every": 0}, []),
+                ({"every": 0, "at_start": True}, [0]),
+                ({"every": 2}, [2, 4, 5]),
+                ({"every": 3, "at_start": True}, [0, 3, 5]),
+                ({"every": 100}, [5]),
+            )
+        ):
+            lab = Lab(tmp_path / str(number), e)
+            evaluation = lab.evaluation(Doing(), 1, **settings)
+            for step in range(6):
+                evaluation(step, step == 5)
+            assert [line["step"] for line in lab.lines] == due, settings
 
 
-def test_means_and_what_has_none(tmp_path: Path) -> None:
+def test_an_evaluation_has_means_and_counts_failures(tmp_path: Path) -> None:
     workflow = by_item({0: 1.0, 1: 0.0, 2: ZeroDivisionError("no"), 3: REJECT, 4: 1.0})
     with executor() as e:
         lab = Lab(tmp_path, e)
         lab.evaluation(workflow, 5, group_size=2)(4, False)
         assert e.rejected == {} and e.capacity.admitted == 0, "nothing of it is trained on"
-    (line,) = lab.lines
+        lab.evaluation(by_item(dict.fromkeys(range(2), KeyError("answer"))), 2)(6, False)
+    line, last = lab.lines
+    found = last["eval"]
+    assert (found["reward"], found["ci95"], found["failed"]) == (None, None, {"failed": 2})
+    assert "no reward" in lab.said[1]
     assert (line["step"], line["version"]) == (4, 0)
     found = line["eval"]
     assert found["reward"] == pytest.approx(2 / 3)
@@ -130,7 +132,7 @@ def test_the_score_of_a_run_is_that_of_training() -> None:
     assert score(two) == 1.0
 
 
-def test_workflows_know_that_it_is_one(tmp_path: Path) -> None:
+def test_workflows_know_that_they_are_evaluated(tmp_path: Path) -> None:
     workflow = Doing()
     seen = []
 
@@ -165,16 +167,7 @@ def test_what_takes_too_long_is_left_out(tmp_path: Path) -> None:
     assert lab.lines[1]["eval"]["episodes"] == 4
 
 
-def test_nothing_but_failures(tmp_path: Path) -> None:
-    with executor() as e:
-        lab = Lab(tmp_path, e)
-        lab.evaluation(by_item(dict.fromkeys(range(2), KeyError("answer"))), 2)(2, False)
-    found = lab.lines[0]["eval"]
-    assert (found["reward"], found["ci95"], found["failed"]) == (None, None, {"failed": 2})
-    assert "no reward" in lab.said[0]
-
-
-def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:
+def test_a_step_is_not_evaluated_twice(tmp_path: Path) -> None:
     with executor() as e:
         lab = Lab(tmp_path, e)
         first = lab.evaluation(Doing())
@@ -190,7 +183,7 @@ def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:
         assert len(lab.lines) == 2
 
 
-def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+def test_an_interrupt_ends_an_evaluation(tmp_path: Path) -> None:
     workflow = Gated()
     with executor() as e:
         lab = Lab(tmp_path, e)
@@ -226,7 +219,9 @@ def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_after", [None, 3])
-def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: int | None) -> None:
+def test_a_run_is_evaluated_between_its_steps(
+    tiny_model_dir: Path, tmp_path: Path, stop_after: int | None
+) -> None:
     """Steps 0, 2 and 4 are evaluated between two steps, with their weights, and 5 because it is
     the last; a run that goes on does none of them again."""
     settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "rollout.eta=1"]
@@ -241,7 +236,7 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             EvalConfig(every=2, at_start=True),  # type: ignore[call-arg]
             as_dataset(items(3), "valid_dataset"),
             workflow,
-            partial(executor_of, lab.source, ended),
+            partial(executor_of, lab.trainer.config, lab.source, ended),
             lab.trainer.report,
         )
         lab.trainer.evaluate = evaluation
@@ -260,9 +255,9 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             assert stop_after or line["step"] == 5 or line["version"] == line["step"]
 
 
-def executor_of(source: DatasetBatches, ended: ExitStack) -> WorkflowExecutor:
+def executor_of(config: Config, source: DatasetBatches, ended: ExitStack) -> WorkflowExecutor:
     """The trainer's executor, or a fresh one after its end."""
     if source.started:
         executor: WorkflowExecutor = source.executor
         return executor
-    return ended.enter_context(WorkflowExecutor(None, source.executor._config))
+    return ended.enter_context(WorkflowExecutor(None, config.rollout))

@@ -12,7 +12,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from any_agent.config import TrainConfig, load_config
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
-from trainer.from_config import learning_rate, workflow_executor
+from trainer.from_config import dump_tokenizer, learning_rate, workflow_executor
 
 
 def train_of(**settings: Any) -> TrainConfig:
@@ -79,11 +79,26 @@ def test_what_contradicts_itself_is_refused_by_name(given: list[str], said: str)
         load_config(None, given, {})
 
 
-@pytest.mark.parametrize(("deterministic", "seed"), [("true", 7), ("false", None)])
 def test_workflows_have_the_seed_of_a_deterministic_run(
-    deterministic: str, seed: int | None, tiny_model_dir: Path
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = (f"model.path={tiny_model_dir}", "train.seed=7", "rollout.eta=0")
-    config = load_config(overrides=[*given, f"rollout.deterministic={deterministic}"])
-    executor = workflow_executor(config, ["http://127.0.0.1:1"])
-    assert executor._scheduler._episodes.seed == seed
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("trainer.from_config.WorkflowExecutor", lambda *_, **named: given | named)
+    settings = (f"model.path={tiny_model_dir}", "train.seed=7", "rollout.eta=0")
+    config = load_config(overrides=[*settings, "rollout.deterministic=true"])
+    made: Any = workflow_executor(config, ["http://127.0.0.1:1"])
+    assert made["seed"] == 7
+
+
+def test_dumped_episodes_are_decoded_by_the_tokenizer_of_the_settings(tiny_model_dir: Path) -> None:
+    models = object()
+
+    def decoder(*settings: str) -> object:
+        return dump_tokenizer(load_config(None, settings, {}), models)
+
+    dumps, named = "rollout.dump_to_file=true", f"rollout.tokenizer_path={tiny_model_dir}"
+    assert decoder() is decoder(dumps) is decoder(named) is models
+    other = decoder(dumps, named)
+    assert other is not models and other.decode([1])  # type: ignore[attr-defined]
+    with fails_with(ConfigError, "nowhere"):
+        decoder(dumps, "rollout.tokenizer_path=/nowhere")

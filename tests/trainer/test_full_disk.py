@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,17 @@ from any_agent.rundir.registry import RegistryEntry, publish, read_entry
 from any_agent.runtime import disk_space
 from any_agent.runtime.disk_space import is_disk_full
 from tests.support.small_disk import Disk, small_disk
-from tests.support.trainer.loop import Lab, config_of, outcome
-from tests.trainer.test_resume import RUN, STEPS, assert_same, episodes, left_for, place
+from tests.support.trainer.loop import (
+    RUN,
+    STEPS,
+    Lab,
+    Method,
+    assert_same_outcome,
+    config_of,
+    episodes,
+    outcome,
+    settings_of,
+)
 from trainer.manifests import ManifestStore
 
 BOUNDARIES = ("lease", "manifest", "step", "published", "ack", "before checkpoint")
@@ -24,30 +34,21 @@ BOUNDARIES = ("lease", "manifest", "step", "published", "ack", "before checkpoin
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    monkeypatch.setattr(disk_space, "_POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(disk_space, "POLL_INTERVAL", 0.02)
     with small_disk(tmp_path / "disk", 48 << 20) as disk:
         yield disk
 
 
 @pytest.fixture
 def settings(tiny_model_dir: Path, disk: Disk) -> list[str]:
-    return [f"root={disk.folder}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("whole")
-    base = [f"root={root}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
-    lab = Lab(config_of(base, *RUN), episodes())
-    assert lab.trainer.train()
-    return outcome(lab)
+    return settings_of(disk.folder, tiny_model_dir)
 
 
 class Helper:
-    """Makes room, in a thread of its own, once the trainer says that it waits."""
+    """Makes room, in a thread of its own, or does another thing, once the trainer waits."""
 
-    def __init__(self, lab: Lab, disk: Disk) -> None:
-        self.lab, self.disk = lab, disk
+    def __init__(self, lab: Lab, disk: Disk, act: Callable[[], None] | None = None) -> None:
+        self.lab, self.disk, self.act = lab, disk, act or disk.make_room
         self.waits: list[str] = []
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run)
@@ -60,23 +61,28 @@ class Helper:
         while not self.over.wait(0.01):
             if (wait := self.lab.trainer.disk.waiting) is not None:
                 self.waits.append(str(wait))
-                self.disk.make_room()
+                self.act()
                 return
 
 
-def filled_at(what: Callable[..., Any], when: int, fill: Callable[[], None]) -> Callable[..., Any]:
-    """The function, and a full disk after it is called for the n-th time."""
-    calls = 0
+def filled(fill: Callable[[], None], when: int) -> Callable[[Method, bool], Method]:
+    """The method, and a full disk after it is called for the n-th time, or before the first."""
 
-    def filling(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = what(*args, **kwargs)
-        if calls == when:
-            fill()
-        return result
+    def change(method: Method, before: bool) -> Method:
+        calls = count(1)
 
-    return filling
+        def filling(*args: Any, **kwargs: Any) -> Any:
+            call = next(calls)
+            if before and call == 1:
+                fill()
+            result = method(*args, **kwargs)
+            if not before and call == when:
+                fill()
+            return result
+
+        return filling
+
+    return change
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -85,21 +91,7 @@ def test_training_waits_and_goes_on_exactly(
 ) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
     helper = Helper(lab, disk)
-    load = lab.trainer._load
-
-    def loaded() -> None:
-        load()
-        owner, name, before = place(lab, boundary)
-        # A checkpoint is written after two steps.
-        when = 1 if before else 2
-        method = getattr(owner, name)
-        if before:
-            setattr(owner, name, lambda *given: (helper.fill(), method(*given))[1])
-            lab.trainer._save = once(lab.trainer._save, method)  # type: ignore[method-assign]
-        else:
-            setattr(owner, name, filled_at(method, when, helper.fill))
-
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.at(boundary, filled(helper.fill, 2))
     try:
         assert lab.trainer.train()
     finally:
@@ -107,66 +99,39 @@ def test_training_waits_and_goes_on_exactly(
         helper.thread.join(60)
     assert len(helper.waits) == 1 and helper.waits[0].startswith("disk full")
     assert lab.trainer.disk.waiting is None
-    assert_same(uninterrupted, outcome(lab))
+    assert_same_outcome(uninterrupted, outcome(lab))
     assert [line["step"] for line in lab.metrics] == list(range(1, STEPS + 1))
     # Nothing half-written stays, and no version was numbered twice or left out.
     assert not [p for p in disk.folder.rglob("*") if p.name.startswith(".partial")]
     assert [version for version, _ in lab.service.published] == list(range(1, STEPS + 1))
 
 
-def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[], None]:
-    """The first call is another one than the later ones."""
-    calls = iter([first])
-    return lambda: next(calls, later)()
-
-
 def test_a_stop_ends_the_wait_and_the_next_start_repeats_the_step(
     settings: list[str], disk: Disk, uninterrupted: dict[str, Any]
 ) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
-    load = lab.trainer._load
-
-    def loaded() -> None:
-        load()
-        owner, name, _ = place(lab, "step")
-        setattr(owner, name, filled_at(getattr(owner, name), 3, disk.fill))
-
-    lab.trainer._load = loaded  # type: ignore[method-assign]
-    over = threading.Event()
-
-    def stop() -> None:
-        while not over.wait(0.01):
-            if lab.trainer.disk.waiting is not None:
-                lab.trainer.stop()
-                return
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    try:
-        assert not lab.trainer.train()
-    finally:
-        over.set()
-        thread.join(60)
+    stopping = Helper(lab, disk, lab.trainer.stop)
+    lab.at("step", filled(stopping.fill, 3))
+    assert not lab.trainer.train()
+    stopping.thread.join(60)
     # The step was made, but neither published nor acknowledged: its manifest has it.
     assert ManifestStore(lab.trainer.dir.manifests).steps() == [3]
     disk.make_room()
-    again = Lab(config_of(settings, *RUN), left_for(lab), before=lab)
+    again = lab.again()
     assert again.trainer.train()
-    assert_same(uninterrupted, outcome(again))
+    assert_same_outcome(uninterrupted, outcome(again))
 
 
-def test_a_stop_ends_the_wait_for_the_first_write_of_all(
-    settings: list[str], disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_ends_the_wait_for_the_first_write_of_all(settings: list[str], disk: Disk) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
-    load = lab.trainer._load
+    load = lab.trainer.load
 
     def loaded() -> None:
         load()
         disk.fill()
         lab.trainer.stop()
 
-    monkeypatch.setattr(lab.trainer, "_load", loaded)
+    lab.trainer.load = loaded  # type: ignore[method-assign]
     assert not lab.trainer.train()
     assert lab.trainer.disk.waiting is None
 
@@ -182,14 +147,12 @@ def test_the_space_of_the_disk_counts_that_a_folder_is_linked_to(
         (tmp_path / own.name).mkdir()
         own.symlink_to(tmp_path / own.name)
     lab = Lab(config, episodes())
-    load = lab.trainer._load
 
-    def loaded() -> None:
-        load()
+    def little_room() -> None:
         free = shutil.disk_usage(disk.folder).free
         (disk.folder / "large").write_bytes(bytes(free - (200 << 10)))
 
-    lab.trainer._load = loaded  # type: ignore[method-assign]
+    lab.at("before lease", filled(little_room, 1))
     timer = threading.Timer(60, lab.trainer.stop)
     timer.start()
     try:

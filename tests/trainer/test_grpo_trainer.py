@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import signal
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import trainer
 from any_agent.config import Config, load_config
 from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
@@ -23,7 +21,6 @@ from any_agent.launcher.trial import SavedWeights
 from any_agent.workflow import RolloutWorkflow
 from tests.support.errors import fails_with
 from trainer import GRPOTrainer, grpo_trainer
-from trainer.loop import TrainingLoop
 from trainer.signals import StopRequested
 
 LIMIT = 60.0
@@ -31,6 +28,8 @@ LIMIT = 60.0
 
 class FakeService:
     """Started and stopped as told."""
+
+    made: FakeService
 
     def __init__(
         self, config: Config, *, say: Any, failed: Callable[[BaseException], None]
@@ -40,6 +39,7 @@ class FakeService:
         self.error: BaseException | None = None
         self.calls: list[str] = []
         self._failed = failed
+        FakeService.made = self
         (Path(config.root) / config.user / config.experiment / config.trial / "logs").mkdir(
             parents=True, exist_ok=True
         )
@@ -66,7 +66,7 @@ class FakeLoop:
         self.metrics = SimpleNamespace(record_evaluation=None)
         self.evaluate = self.heartbeat = nullcontext
         self.ended = threading.Event()
-        self.source = settings["source"]
+        self.report = None
         FakeLoop.made = self
 
     def train(self) -> bool:
@@ -101,14 +101,6 @@ class Nothing(RolloutWorkflow):
         return None
 
 
-def service_of(trainer: GRPOTrainer) -> Any:
-    return trainer._service
-
-
-def test_both_names_are_one_trainer() -> None:
-    assert trainer.PPOTrainer is trainer.GRPOTrainer
-
-
 def test_a_process_that_is_led_starts_nothing_and_follows_once(
     config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,54 +112,40 @@ def test_a_process_that_is_led_starts_nothing_and_follows_once(
         assert led.url == ""
         assert led.train() and led.train()
     assert followed == [world]
-    assert service_of(led).calls == []
+    assert FakeService.made.calls == []
 
 
-def test_more_processes_than_were_started_are_refused(config: Config, fakes: None) -> None:
-    several = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})
-    with fails_with(ConfigError, "torchrun --nproc-per-node 2"), GRPOTrainer(several):
-        pass
-
-
-@pytest.mark.parametrize("setting", ["advantage_estimator", "loss"])
-def test_an_unknown_algorithm_is_refused_before_anything_starts(
-    config: Config, fakes: None, setting: str
-) -> None:
-    train = config.train.model_copy(update={setting: "gppo"})
-    unknown = config.model_copy(update={"train": train})
-    with fails_with(ConfigError, "gppo", "grpo"), GRPOTrainer(unknown):
-        pass
-    with fails_with(ConfigError, "gppo", "grpo"):
-        TrainingLoop(unknown)
+def changed(config: Config, *settings: str) -> Config:
+    own = [f"root={config.root}", f"model.path={config.model.path}"]
+    return load_config(None, [*own, *settings], environ={})
 
 
 @pytest.mark.parametrize(
-    ("adapted", "said"),
-    [("q_proj,nothing", "no layer named nothing"), ("q_proj", "")],
+    ("setting", "said"),
+    [
+        ("processes=2", "torchrun --nproc-per-node 2"),
+        ("advantage_estimator=gppo", "gppo"),
+        ("loss=gppo", "gppo"),
+        ("lora.target_modules=q_proj,nothing", "no layer named nothing"),
+        ("epochs=2", "train.epochs=2"),
+        ("device=cuda", "train.device=cuda"),
+    ],
 )
-def test_layers_that_the_model_lacks_are_refused_before_anything_starts(
-    config: Config, fakes: None, adapted: str, said: str
+def test_settings_that_cannot_be_are_refused_before_anything_starts(
+    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch, setting: str, said: str
 ) -> None:
-    own = [f"root={config.root}", f"model.path={config.model.path}"]
-    lora = load_config(None, [*own, f"train.lora.target_modules={adapted}"], environ={})
-    refused = fails_with(ConfigError, "train.lora.target_modules", said)
-    with refused if said else nullcontext(), GRPOTrainer(lora) as trainer:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with fails_with(ConfigError, said), GRPOTrainer(changed(config, f"train.{setting}")):
         pass
-    assert said or service_of(trainer).calls
+    assert "start" not in FakeService.made.calls
 
 
-def test_passes_over_a_dataset_need_one(config: Config, fakes: None) -> None:
-    train = config.train.model_copy(update={"epochs": 2})
-    twice = config.model_copy(update={"train": train})
-    with fails_with(ConfigError, "train.epochs=2"), GRPOTrainer(twice):
-        pass
-    with GRPOTrainer(twice, train_dataset=[{"n": 1}]):
-        pass
-
-
-def test_what_is_no_config() -> None:
-    with fails_with(ConfigError, "a str"):
-        GRPOTrainer("my.yaml")  # type: ignore[arg-type]
+def test_layers_that_the_model_has_and_passes_over_a_dataset_are_not(
+    config: Config, fakes: None
+) -> None:
+    given = changed(config, "train.lora.target_modules=q_proj", "train.epochs=2")
+    with GRPOTrainer(given, train_dataset=[{"n": 1}]) as trainer:
+        assert trainer.url and FakeService.made.calls == ["start"]
 
 
 @pytest.mark.parametrize(
@@ -190,40 +168,27 @@ def test_workflows_that_cannot_be_run_are_refused_before_the_model_loads(
         GRPOTrainer(config, train_dataset=dataset) as trainer,
     ):
         trainer.train(**arguments)
-    assert service_of(trainer).calls == (["start", "stop"] if dataset is None else ["stop"])
+    assert FakeService.made.calls == (["start", "stop"] if dataset is None else ["stop"])
 
 
-def test_agents_outside_have_a_service_before_training_begins(config: Config, fakes: None) -> None:
-    with GRPOTrainer(config) as trainer:
-        assert service_of(trainer).calls == ["start"]
-
-
-def test_whoever_asks_for_the_url_has_a_service(config: Config, fakes: None) -> None:
+def test_whoever_asks_for_the_url_has_a_service_and_agents_outside_have_one_at_once(
+    config: Config, fakes: None
+) -> None:
+    with GRPOTrainer(config):
+        assert FakeService.made.calls == ["start"]
     said: list[str] = []
     with GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append) as trainer:
-        assert service_of(trainer).calls == []
+        assert FakeService.made.calls == []
         assert trainer.url == trainer.url == "http://127.0.0.1:1"
-        assert service_of(trainer).calls == ["start"]
+        assert FakeService.made.calls == ["start"]
     line, dashboard = said
-    assert dashboard == "dashboard http://127.0.0.1:1/ui"
-    assert re.fullmatch(
-        r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] INFO: any-agent server listening at "
-        r"http://127\.0\.0\.1:1",
-        line,
-    )
+    assert dashboard == "dashboard http://127.0.0.1:1/ui" and line.endswith("http://127.0.0.1:1")
 
 
-def test_a_gpu_that_is_not_there(
-    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    wanted = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
-    with fails_with(ConfigError, "train.device=cuda"):
-        GRPOTrainer(wanted).__enter__()
-
-
-def test_data_that_nothing_can_run_on(config: Config) -> None:
+def test_a_config_and_data_that_nothing_can_run_on(config: Config) -> None:
     """It is told before the service is started."""
+    with fails_with(ConfigError, "a str"):
+        GRPOTrainer("my.yaml")  # type: ignore[arg-type]
     with fails_with(ConfigError, "train_dataset"):
         GRPOTrainer(config, train_dataset=[])
     with fails_with(ConfigError, "train_dataset[1]", "str"):
@@ -233,52 +198,47 @@ def test_data_that_nothing_can_run_on(config: Config) -> None:
 
 
 def test_an_evaluation_without_data(config: Config, fakes: None) -> None:
-    wanted = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 5})})
     with (
         fails_with(ConfigError, "valid_dataset"),
-        GRPOTrainer(wanted, train_dataset=[{"n": 1}]) as trainer,
+        GRPOTrainer(changed(config, "eval.every=5"), train_dataset=[{"n": 1}]) as trainer,
     ):
         trainer.train(workflow=Nothing)
-    assert service_of(trainer).calls == ["stop"]
+    assert FakeService.made.calls == ["stop"]
 
 
 @pytest.mark.parametrize(
     ("number", "code", "end"), [(signal.SIGINT, 130, "stop"), (signal.SIGTERM, 143, "drain")]
 )
-def test_told_to_stop(config: Config, fakes: None, number: int, code: int, end: str) -> None:
+@pytest.mark.parametrize("step", [None, 7])
+def test_told_to_stop_it_tells_the_checkpoint_and_how_to_go_on(
+    config: Config,
+    fakes: None,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+    end: str,
+    step: int | None,
+) -> None:
+    saved = SavedWeights(Path("/runs/step-00000007"), step, step) if step is not None else None
+    monkeypatch.setattr(grpo_trainer, "latest_weights", lambda _: saved)
     FakeLoop.then = lambda: signal.raise_signal(number)
     said: list[str] = []
     trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
     with fails_with(StopRequested, code=code), trainer:
         trainer.train(workflow=Nothing)
-    assert service_of(trainer).calls == ["start", end]
-    listening, _, told, over = said
-    assert "any-agent server listening at" in listening and told.startswith("trainer ")
-    # The command that was typed.
-    assert "no checkpoint" in over and over.endswith(shlex.join(sys.orig_argv))
-
-
-def test_told_to_stop_it_names_the_checkpoint(
-    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = SavedWeights(Path("/runs/step-00000007"), 7, 7)
-    monkeypatch.setattr(grpo_trainer, "latest_weights", lambda _: saved)
-    FakeLoop.then = lambda: signal.raise_signal(signal.SIGINT)
-    said: list[str] = []
-    trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
-    with pytest.raises(StopRequested), trainer:
-        trainer.train(workflow=Nothing)
-    assert "step 7" in said[-1] and "/runs/step-00000007" in said[-1]
+    assert FakeService.made.calls == ["start", end]
+    assert len(said) == 4 and said[3].endswith(shlex.join(sys.orig_argv)), "what was typed"
+    assert ("/runs/step-00000007" if step else "no checkpoint") in said[3]
 
 
 def test_a_service_that_is_gone_ends_training_whatever_it_is_at(
     config: Config, fakes: None
 ) -> None:
     trainer = GRPOTrainer(config, train_dataset=[{"n": 1}])
-    FakeLoop.then = lambda: service_of(trainer).fail(StartupError("engine 0 ended 6 times"))
+    FakeLoop.then = lambda: FakeService.made.fail(StartupError("engine 0 ended 6 times"))
     with fails_with(StartupError, "engine 0"), trainer:
         trainer.train(workflow=Nothing)
-    assert service_of(trainer).calls == ["start", "stop"]
+    assert FakeService.made.calls == ["start", "stop"]
 
 
 def test_another_model_is_not_trained_under_the_same_name(
@@ -299,6 +259,20 @@ class Numbered(Nothing):
         self.x = x
 
 
+@pytest.fixture
+def resolved(fakes: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The workflows that are trained and evaluated; training ends at once."""
+    found: list[Any] = []
+
+    def note(config: Any, dataset: Any, workflow: Any, *_: Any) -> None:
+        found.append(workflow)
+
+    monkeypatch.setattr(grpo_trainer, "DatasetBatches", note)
+    monkeypatch.setattr(grpo_trainer, "TrialEvaluation", note)
+    FakeLoop.then = lambda: FakeLoop.made.stop()
+    return found
+
+
 @pytest.mark.parametrize(
     ("kwargs", "evaluated", "eval_kwargs", "x", "same"),
     [
@@ -310,44 +284,37 @@ class Numbered(Nothing):
     ],
 )
 def test_which_workflow_is_evaluated(
-    config: Config, fakes: None, kwargs: Any, evaluated: Any, eval_kwargs: Any, x: int, same: bool
+    config: Config,
+    resolved: list[Any],
+    kwargs: Any,
+    evaluated: Any,
+    eval_kwargs: Any,
+    x: int,
+    same: bool,
 ) -> None:
-    with GRPOTrainer(config) as trainer:
-        runs, eval_runs = trainer._resolve(
-            grpo_trainer._Workflows(Numbered, kwargs, evaluated, eval_kwargs)
-        )
+    with GRPOTrainer(changed(config, "eval.every=1"), [{"n": 1}], [{"n": 2}]) as trainer:
+        trainer.train(Numbered, evaluated, kwargs, eval_kwargs)
+    runs, eval_runs = resolved
     assert isinstance(eval_runs, Numbered) and eval_runs.x == x
     assert (runs is eval_runs) == same
 
 
-def named(config: Config, **settings: str) -> GRPOConfig:
-    return GRPOConfig.model_validate({**dict(config), **settings})
+def test_what_is_trained_may_be_named_by_the_settings(config: Config, resolved: list[Any]) -> None:
+    def named(**settings: str) -> GRPOConfig:
+        return GRPOConfig.model_validate({**dict(config), **settings})
 
-
-def test_what_is_trained_may_be_named_by_the_settings(config: Config, fakes: None) -> None:
     name = f"{__name__}.Nothing"
-    runs: list[Any] = []
-
-    class Noting(GRPOTrainer):
-        def _make_loop(self, given: Any, accept: Any) -> Any:
-            runs.append((given.train, given.eval))
-            self._signals.received = None
-            return SimpleNamespace(heartbeat=nullcontext, train=lambda: True)
-
-    with Noting(named(config, workflow=name, eval_workflow="x.y"), train_dataset=[{}]) as trainer:
-        with fails_with(ConfigError, "'x'"):
-            trainer.train()
-        assert runs == []
-    with Noting(named(config, workflow=name), train_dataset=[{}]) as trainer:
-        assert trainer.train()
-        assert trainer.train(workflow=name)
-        assert trainer.train(workflow=Nothing)
-        assert runs == [(name, None), (name, None), (Nothing, None)]
+    with GRPOTrainer(named(workflow=name)) as trainer, fails_with(ConfigError, "train_dataset"):
+        trainer.train()
+    with (
+        GRPOTrainer(named(workflow=name, eval_workflow="x.y"), train_dataset=[{}]) as trainer,
+        fails_with(ConfigError, "'x'"),
+    ):
+        trainer.train()
+    assert resolved == []
+    with GRPOTrainer(named(workflow=name), train_dataset=[{}]) as trainer:
+        for given in (None, name, Nothing):
+            trainer.train(workflow=given)
+            assert isinstance(resolved.pop(), Nothing)
         with fails_with(ConfigError, "workflow=other.Agent"):
             trainer.train(workflow="other.Agent")
-
-
-def test_a_workflow_in_the_settings_needs_a_dataset(config: Config, fakes: None) -> None:
-    trainer = GRPOTrainer(named(config, workflow=f"{__name__}.Nothing"))
-    with trainer, fails_with(ConfigError, "train_dataset"):
-        trainer.train()

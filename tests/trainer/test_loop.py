@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,8 @@ from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.workflow import Episode
 from tests.support.errors import fails_with
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Lab, config_of, moments_of, same
+from tests.support.trainer.loop import Lab, Method, config_of, moments_of, same
 from trainer import publisher
-
-
-@pytest.fixture
-def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
-    return [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
 
 
 def not_finite(name: str) -> Episode:
@@ -37,26 +30,9 @@ def test_a_run_trains_acknowledges_and_publishes_each_step(settings: list[str]) 
     assert [line["step"] for line in lab.metrics] == [1, 2, 3]
 
 
-def test_half_a_line_of_metrics_spoils_no_other_one(settings: list[str]) -> None:
-    lab = Lab(config_of(settings, "train.steps=1"), [pair("p0")])
-    metrics = lab.trainer.dir.metrics
-    metrics.parent.mkdir(parents=True, exist_ok=True)
-    metrics.write_text('{"step": 0}\n{"step": 1, "rew')
-    lab.trainer.train()
-    first, half, line = metrics.read_text().splitlines()
-    assert (first, half) == ('{"step": 0}', '{"step": 1, "rew')
-    assert json.loads(line)["step"] == 1
-
-
 def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> None:
     lab = Lab(config_of(settings, "train.steps=9"), [pair("p0"), pair("p1")])
-    publish = lab.trainer._publish
-
-    def stop_after_the_first_step() -> None:
-        publish()
-        lab.trainer.stop()
-
-    lab.trainer._publish = stop_after_the_first_step  # type: ignore[method-assign]
+    lab.at("before settled", lambda settle, _: lambda *given: (settle(*given), lab.trainer.stop()))
     assert lab.trainer.train() is False
     assert lab.trainer.checkpoint is not None
     assert lab.trainer.checkpoint.name == "step-00000001"
@@ -86,16 +62,18 @@ def test_a_start_has_a_higher_number_than_the_ranks_journals(
 def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(publisher, "_ANNOUNCE_TIMEOUT", 0.05)
+    monkeypatch.setattr(publisher, "ANNOUNCE_TIMEOUT", 0.05)
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=1")
     lab = Lab(config, [pair(f"p{k}") for k in range(3)])
-    save = lab.trainer._save
 
-    def saved() -> None:
-        save()
-        lab.service.away = how if lab.trainer.policy.steps < 3 else ""
+    def leaving(save: Method, _: bool) -> Method:
+        def saved() -> None:
+            save()
+            lab.service.away = how if lab.trainer.policy.steps < 3 else ""
 
-    lab.trainer._save = saved  # type: ignore[method-assign]
+        return saved
+
+    lab.at("checkpoint", leaving)
     assert lab.trainer.train()
     assert lab.service.states == [("training", 0), ("training", 3), ("finished", 3)]
 
@@ -103,28 +81,22 @@ def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
 def test_that_training_has_ended_is_heard_by_all(settings: list[str]) -> None:
     """Otherwise agents would wait for slots for ever; so the trainer ends, and is restarted."""
     lab = Lab(config_of(settings, "train.steps=1"), [pair("p")])
-    save = lab.trainer._save
-
-    def saved() -> None:
-        save()
-        lab.service.away = "refusing"
-
-    lab.trainer._save = saved  # type: ignore[method-assign]
+    lab.at("checkpoint", lambda save, _: lambda: (save(), setattr(lab.service, "away", "refusing")))
     with pytest.raises(ServiceUnavailable):
         lab.trainer.train()
 
 
 def test_a_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     lab = Lab(config_of(settings), [not_finite("bad"), pair("good")])
-    lab.trainer._load()
+    lab.trainer.load()
     before = lab.weights()
-    lab.trainer._step()
+    lab.trainer.step()
     assert same(before, lab.weights())
     assert lab.trainer.policy.steps == 0
     assert lab.trainer.policy.optimizer.state == {}
     assert lab.executor.acks == [([], {"bad-good": "not_finite", "bad-bad": "not_finite"})]
     assert lab.service.published == []
-    lab.trainer._step()
+    lab.trainer.step()
     assert not same(before, lab.weights())
     assert lab.executor.acks[1:] == [(["good-good", "good-bad"], {})]
     # No step took the first: a resume cannot want it.
@@ -132,7 +104,7 @@ def test_a_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     assert lab.service.published == [(1, 1)]
 
 
-def test_many_in_a_row_end_the_training(settings: list[str]) -> None:
+def test_many_steps_in_a_row_that_are_not_finite_end_the_training(settings: list[str]) -> None:
     """A good one in between begins the count anew."""
     four = [not_finite(f"a{k}") for k in range(4)]
     five = [not_finite(f"b{k}") for k in range(5)]
@@ -146,9 +118,9 @@ def test_many_in_a_row_end_the_training(settings: list[str]) -> None:
 
 def test_a_batch_with_nothing_left_makes_no_step(settings: list[str]) -> None:
     lab = Lab(config_of(settings), [pair("odd", untrainable="x"), pair("unknown", version=77)])
-    lab.trainer._load()
-    lab.trainer._step()
-    lab.trainer._step()
+    lab.trainer.load()
+    lab.trainer.step()
+    lab.trainer.step()
     assert lab.trainer.policy.steps == 0
     assert lab.executor.acks == [
         ([], {"odd-good": "untrainable", "odd-bad": "untrainable"}),
@@ -163,15 +135,15 @@ def test_a_resume_goes_on_with_the_settings_of_its_own_start(settings: list[str]
     moments = moments_of(first.trainer.policy)
     more = ["train.steps=3", "train.lr=0.25", "train.betas=[0.5, 0.75]", "train.weight_decay=0.125"]
     again = Lab(config_of(settings, *more, "train.grad_clip=0.0625"), [pair("c")], before=first)
-    again.trainer._load()
+    again.trainer.load()
     # What it has learned so far stays.
     assert same(moments, moments_of(again.trainer.policy))
     assert same(first.weights(), again.weights())
-    again.trainer._catch_up()
-    again.trainer._step()
+    again.trainer.catch_up()
+    again.trainer.step()
     (group,) = again.trainer.policy.optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
-    taken = again.trainer._manifests.read(3).optimizer
+    taken = again.trainer.manifests.read(3).optimizer
     assert taken == {
         "lr": 0.25,
         "betas": (0.5, 0.75),
@@ -187,18 +159,6 @@ def test_the_version_of_an_engine_is_not_used_again(settings: list[str]) -> None
     assert lab.service.published == [(42, 0), (43, 1)]
 
 
-def test_manifests_go_with_their_checkpoints(settings: list[str]) -> None:
-    """Kept are those that a resume from the oldest checkpoint would give up."""
-    config = config_of(
-        settings, "train.steps=5", "train.checkpoint_every=1", "train.keep_checkpoints=2"
-    )
-    lab = Lab(config, [pair(f"p{k}", version=k) for k in range(5)])
-    lab.trainer.train()
-    kept = sorted(path.name for path in lab.trainer.dir.checkpoints.glob("step-*"))
-    assert kept == ["step-00000004", "step-00000005"]
-    assert lab.manifests == [5]
-
-
 def test_a_resumed_run_outlives_the_checkpoint_that_it_came_from(settings: list[str]) -> None:
     """The tokenizer that it publishes and keeps must not be that folder's."""
     every = ["train.checkpoint_every=1", "train.keep_checkpoints=1"]
@@ -209,4 +169,5 @@ def test_a_resumed_run_outlives_the_checkpoint_that_it_came_from(settings: list[
     assert again.trainer.train()
     kept = [path.name for path in again.trainer.dir.checkpoints.glob("step-*")]
     assert kept == ["step-00000004"]
+    assert again.manifests == [], "they go with their checkpoints"
     assert (again.trainer.dir.checkpoints / "step-00000004" / "tokenizer.json").is_file()

@@ -53,8 +53,8 @@ def test_the_first_version_is_the_base_bit_for_bit(tiny_model_dir: Path) -> None
         assert torch.equal(one, other)
 
 
-def only_the_adapter_is_trained(model: Path, folder: Path) -> None:
-    policy = Policy.load(model, CONFIG)
+def test_only_the_adapter_is_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     adapter = adapter_tensors(policy.model)
     assert [n for n, p in policy.model.named_parameters() if p.requires_grad] == list(adapter)
@@ -64,10 +64,6 @@ def only_the_adapter_is_trained(model: Path, folder: Path) -> None:
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, before[name]) != (name in adapter), name
     assert {id(p) for p in policy.optimizer.state} == {id(p) for p in adapter.values()}
-
-
-def test_only_the_adapter_is_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
-    only_the_adapter_is_trained(tiny_model_dir, tmp_path)
 
 
 def gradients_by_the_chain_rule(policy: Policy, rows: list[Any]) -> dict[str, torch.Tensor]:
@@ -88,18 +84,6 @@ def replaced(policy: Policy, **config: Any) -> Policy:
     return policy
 
 
-def gradients_are_those_of_whole_weights(**config: Any) -> None:
-    for seed, budget in ((1, 40), (2, 9)):
-        policy = adapted_policy(**config)
-        for rows in (random_rows(seed), tree_rows(seed)):
-            _, found = gradients_of_adapter(policy, rows, budget)
-            expected = gradients_by_the_chain_rule(adapted_policy(**config), rows)
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert tensor.abs().max() > 1e-6, "comparing zeros proves nothing"
-                torch.testing.assert_close(found[name], tensor, atol=1e-10, rtol=1e-8, msg=name)
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -113,17 +97,18 @@ def gradients_are_those_of_whole_weights(**config: Any) -> None:
 )
 @pytest.mark.service
 def test_gradients_are_those_of_whole_weights(config: dict[str, Any]) -> None:
-    gradients_are_those_of_whole_weights(**config)
+    for seed, budget in ((1, 40), (2, 9)):
+        policy = adapted_policy(**config)
+        for rows in (random_rows(seed), tree_rows(seed)):
+            _, found = gradients_of_adapter(policy, rows, budget)
+            expected = gradients_by_the_chain_rule(adapted_policy(**config), rows)
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert tensor.abs().max() > 1e-6, "comparing zeros proves nothing"
+                torch.testing.assert_close(found[name], tensor, atol=1e-10, rtol=1e-8, msg=name)
 
 
-def test_logprobs_are_those_of_whole_weights() -> None:
-    policy = adapted_policy()
-    full, rows = full_policy(policy), tree_rows(3)
-    for one, other in zip(row_logprobs(policy, rows, 40), row_logprobs(full, rows), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
-
-
-def without_the_adapter_it_is_the_base(*_: Path) -> None:
+def test_without_the_adapter_it_is_the_base_bit_for_bit() -> None:
     policy, rows = adapted_policy(torch.float32), tree_rows(4, torch.float32)
     base = small_policy(dtype=torch.float32)
     with_it = row_logprobs(policy, rows)
@@ -137,10 +122,6 @@ def without_the_adapter_it_is_the_base(*_: Path) -> None:
     policy.train(rows, 40)
     assert all(p.requires_grad for p in adapter_tensors(policy.model).values())
     assert not torch.equal(torch.cat(row_logprobs(policy, rows)), torch.cat(again))
-
-
-def test_without_the_adapter_it_is_the_base_bit_for_bit() -> None:
-    without_the_adapter_it_is_the_base()
 
 
 # -- what is published -----------------------------------------------------------------------------
@@ -198,17 +179,13 @@ def test_merged_weights_are_exact_and_always_the_same(tiny_model_dir: Path, tmp_
         assert torch.equal(tensor.bfloat16(), half[name]), "rounded once, after the sum"
 
 
-def a_folder_is_recognised_until_the_next_step(model: Path, folder: Path) -> None:
-    policy = stirred(Policy.load(model, CONFIG))
-    path = publish_to_disk(policy, model, folder, 1)
+def test_a_folder_is_recognised_until_the_next_step(tiny_model_dir: Path, tmp_path: Path) -> None:
+    policy = stirred(Policy.load(tiny_model_dir, CONFIG))
+    path = publish_to_disk(policy, tiny_model_dir, tmp_path, 1)
     assert holds_weights(path, policy)
-    assert holds_weights(path, stirred(Policy.load(model, CONFIG)))
+    assert holds_weights(path, stirred(Policy.load(tiny_model_dir, CONFIG)))
     train(policy, range(1))
     assert not holds_weights(path, policy)
-
-
-def test_a_folder_is_recognised_until_the_next_step(tiny_model_dir: Path, tmp_path: Path) -> None:
-    a_folder_is_recognised_until_the_next_step(tiny_model_dir, tmp_path)
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
 from trainer import report, step_clock, step_maker
+from trainer.loss import LossInputs
 from trainer.metrics import METRICS, PHASES, TrainerMetrics
-from trainer.policy import Policy
 from trainer.report import named_means
 
 
@@ -30,11 +29,6 @@ def shown(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
         for s in family.samples
         if s.name.startswith("any_agent_")
     }
-
-
-@pytest.fixture
-def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
-    return [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
 
 
 def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
@@ -52,9 +46,9 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
         assert math.isclose(now["any_agent_train_seconds_total", phase], total, abs_tol=1e-3)
     assert now["any_agent_train_tokens_total",] == sum(line["tokens"] for line in lines) == 8
     # The two sessions of a step are equal, and the last of their tokens predicts nothing.
-    for which, expected in (("computed", 2 * 4), ("in_rows", 4 * 5)):
-        total = sum(line[f"tokens_{which}"] for line in lines)
-        assert now[f"any_agent_train_tokens_{which}_total",] == total == expected
+    for which, expected in (("tokens_computed", 2 * 4), ("tokens_in_rows", 4 * 5)):
+        total = sum(line[which] for line in lines)
+        assert now[f"any_agent_train_{which}_total",] == total == expected
     assert now["any_agent_train_interactions_total",] == 4
     assert now["any_agent_train_sessions_total",] == 4
     rejected = {key[1]: value for key, value in now.items() if "rejected" in key[0]}
@@ -83,7 +77,7 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
     others = {m.name for m in METRICS if any(part in m.name for part in elsewhere)}
     assert now["any_agent_train_since_step_sessions", "false"] == 0
     assert {metric.name for metric in METRICS} == names | others
-    assert all(m.name.endswith("_total") == (m.kind == "counter") for m in METRICS)
+    assert all(m.name.endswith("total") == (m.kind == "counter") for m in METRICS)
 
 
 def test_a_resumed_run_shows_where_it_stands_before_its_first_step(settings: list[str]) -> None:
@@ -120,14 +114,14 @@ def test_seconds_belong_to_the_phase_that_took_them(
     monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "append_line", takes(64, report.append_line))
     monkeypatch.setattr(step_maker, "training_batch", takes(2, step_maker.training_batch))
-    monkeypatch.setattr(Policy, "_loss", takes(4, Policy._loss))
+    monkeypatch.setattr(LossInputs, "of", takes(4, LossInputs.of))
     monkeypatch.setattr(torch.autograd, "backward", takes(8, torch.autograd.backward))
     monkeypatch.setattr(torch.optim.AdamW, "step", takes(16, torch.optim.AdamW.step))
     config = config_of(settings, "train.steps=2", "train.checkpoint_every=1")
     lab = Lab(config, [pair("a"), pair("b")])
     lab.executor.prepare_batch = takes(1, lab.executor.prepare_batch)  # type: ignore[method-assign]
-    lab.trainer._publish = takes(32, lab.trainer._publish)  # type: ignore[method-assign]
-    lab.trainer._save = takes(128, lab.trainer._save)  # type: ignore[method-assign]
+    lab.trainer.publish = takes(32, lab.trainer.publish)  # type: ignore[method-assign]
+    lab.trainer.save = takes(128, lab.trainer.save)  # type: ignore[method-assign]
     lab.trainer.evaluate = takes(256, lambda step, last: None)
     lab.trainer.train()
     step = {"wait": 1, "pack": 2, "forward": 4, "backward": 8, "optimizer": 16, "sync": 32}

@@ -36,11 +36,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
 
         for module in (trainer.model_probes, trainer.logprobs):
             monkeypatch.setattr(module, "compiled", with_backend)
-        trainer.logprobs._fused.cache_clear()
+        trainer.logprobs.compiled_once.cache_clear()
         torch.compiler.reset()
 
     yield use
-    trainer.logprobs._fused.cache_clear()
+    trainer.logprobs.compiled_once.cache_clear()
 
 
 @pytest.fixture

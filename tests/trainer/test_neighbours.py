@@ -24,7 +24,7 @@ from tests.support.trainer.policies import (
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig, context_of
-from trainer.model_probes import _rotates_by_length
+from trainer.model_probes import rotates_by_length
 from trainer.policy import Policy
 
 
@@ -103,7 +103,7 @@ def test_rotations_of_other_shapes_are_understood(kind: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     rotary = next(m for m in model.modules() if hasattr(m, "rope_type"))
     rotary = type(rotary)(config)
-    assert not _rotates_by_length(rotary, 4096, torch.zeros(1))
+    assert not rotates_by_length(rotary, 4096, torch.zeros(1))
 
 
 def test_rows_beyond_the_context_are_refused_which_would_change_those_beside_them() -> None:

@@ -11,7 +11,7 @@ import pytest
 from any_agent.demo.models.tiny import save_tiny_model
 from any_agent.errors import ConfigError
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Killed, Lab, config_of, killed
+from tests.support.trainer.loop import Lab, config_of
 
 ADAPTER = ("train.lora.rank=4", "train.lora.alpha=12")
 
@@ -25,9 +25,7 @@ def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
 
 def die_after_a_step(settings: list[str], *more: str) -> Lab:
     lab = Lab(config_of(settings, *more), [pair("a"), pair("b")])
-    lab.trainer._publish = killed(lab.trainer._publish, 1)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        lab.trainer.train()
+    lab.die("published")
     assert lab.trainer.checkpoint is None
     return lab
 

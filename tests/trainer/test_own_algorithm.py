@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,16 @@ from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.trainer.episodes import session
 from tests.support.trainer.loop import Lab, config_of
-from trainer.advantage import ESTIMATORS, SessionRewards, estimate_advantages
+from trainer.advantage import SessionRewards, estimate_advantages
 from trainer.loss import LOSSES, LossConfig, LossInputs
 
 SETTINGS = ("train.advantage_estimator=median", "train.loss=imitate")
 
 
-@pytest.fixture
-def page() -> Iterator[dict[str, Any]]:
-    """The names of the document's module, registered for one test."""
-    registries: tuple[Any, Any] = (ESTIMATORS, LOSSES)
-    before = [dict(registry._known) for registry in registries]
-    yield run_code_of("Add an advantage estimator or a loss")
-    for registry, known in zip(registries, before, strict=True):
-        registry._known = known
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """The names of the document's module, which registers them."""
+    return run_code_of("Add an advantage estimator or a loss")
 
 
 def test_the_estimators_numbers(page: dict[str, Any]) -> None:
@@ -68,8 +63,7 @@ def test_the_losss_numbers(page: dict[str, Any]) -> None:
     assert stats.tokens == 3 and stats.weight == pytest.approx(sum(weights))
 
 
-def test_a_step_with_both(page: dict[str, Any], tiny_model_dir: Path, tmp_path: Path) -> None:
-    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+def test_a_step_with_both(page: dict[str, Any], settings: list[str], tiny_model_dir: Path) -> None:
     group = [session("good", 1.0, logprob=-3.0), session("bad", 0.0, logprob=-8.0)]
     lab = Lab(config_of(settings, *SETTINGS, "train.steps=1"), [group])
     lab.trainer.train()
@@ -85,8 +79,7 @@ def test_a_step_with_both(page: dict[str, Any], tiny_model_dir: Path, tmp_path: 
     assert not all(torch.equal(a, b) for a, b in zip(lab.weights(), start, strict=False))
 
 
-@pytest.mark.parametrize("setting", ["advantage_estimator", "loss"])
-def test_an_unknown_name_ends_the_trainer_at_its_start(setting: str, tmp_path: Path) -> None:
-    config = config_of([f"root={tmp_path}"], f"train.{setting}=gppo")
-    with fails_with(ConfigError, f"train.{setting}=gppo"):
-        Lab(config, [])
+def test_an_unknown_name_ends_the_trainer_at_its_start(tmp_path: Path) -> None:
+    for setting in ("train.advantage_estimator=gppo", "train.loss=gppo"):
+        with fails_with(ConfigError, setting):
+            Lab(config_of([f"root={tmp_path}"], setting), [])

@@ -23,7 +23,7 @@ def row(ids: list[int], mask: list[int], versions: list[int] | None = None) -> R
     }
 
 
-def staleness_law() -> None:
+def test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old() -> None:
     """Versions 3, 4, 5 after steps 4, 5, 7; at step 7 with eta 2 only version 3 is too old."""
     got = mask_stale(
         row([9, 1, 2, 3], [0, 1, 1, 1], [-1, 3, 4, 5]),
@@ -32,10 +32,6 @@ def staleness_law() -> None:
         eta=2,
     )
     assert got["loss_mask"].tolist() == [0, 0, 1, 1]
-
-
-def test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old() -> None:
-    staleness_law()
 
 
 def test_staleness_leaves_its_argument_alone_and_needs_known_versions() -> None:
@@ -99,6 +95,8 @@ def test_an_input_that_some_rows_lack_is_named() -> None:
     for make in (tree_passes, padded_passes):
         with fails_with(ValueError, "reference"):
             make([signalled([1, 2], [0, 1]), odd], 64)
+        with fails_with(ValueError, "greedy"):
+            make([signalled([1, 2], [0, 1]) | {"temperatures": torch.tensor(0.0)}], 64)
 
 
 @settings(deadline=None)

@@ -49,7 +49,7 @@ class Lab:
         self.publisher = Publisher(Config(), RunDir(folder), executor, DiskSpace())
         self.sync = Sync()
         last = NewWeights(7, 3, folder, lambda: None, lambda: iter(()))
-        self.publisher._last, self.publisher._sync = last, self.sync  # type: ignore[assignment]
+        self.publisher.last, self.publisher.sync = last, self.sync  # type: ignore[assignment]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_rank_that_joins_with_an_older_version_gets_the_last(lab: Lab) -> None
     assert lab.sync.given == [(7, [4])], "one that serves gets it with the others"
 
 
-def test_one_that_does_not_take_it_ends_no_training(lab: Lab) -> None:
+def test_a_joining_rank_that_does_not_take_weights_ends_no_training(lab: Lab) -> None:
     lab.sync.failure = EngineUnavailable("away")
     lab.publisher.bring_joining()
     lab.sync.failure = StaleOwner("another trainer has taken over")

@@ -18,7 +18,7 @@ from tests.support.errors import fails_with
 from tests.support.trainer.adapters import CONFIG as ADAPTED
 from tests.support.trainer.adapters import stirred
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Killed, Lab, config_of, killed
+from tests.support.trainer.loop import Lab, config_of
 from tests.support.trainer.policies import random_rows
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
@@ -60,9 +60,6 @@ def test_it_stays_while_the_policy_moves(tiny_model_dir: Path) -> None:
 def test_it_is_kept_in_the_type_that_passes_compute_in(tiny_model_dir: Path, alone: None) -> None:
     policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1, dtype=torch.bfloat16))
     reference = frozen_logprobs(str(tiny_model_dir), policy)
-    model = reference.__self__._model  # type: ignore[attr-defined]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not any(p.requires_grad for p in model.parameters())
     assert equal(logprobs(reference, policy), logprobs(policy.runner.logprobs, policy))
 
 
@@ -73,7 +70,7 @@ def test_after_a_restart_it_is_still_that_of_the_beginning(
     first = Lab(config_of(base, "train.steps=2", "rollout.eta=9"), [pair("a"), pair("b")])
     assert first.trainer.train()
     again = Lab(config_of(base, "train.steps=3"), [], before=first)
-    again.trainer._load()
+    again.trainer.load()
     policy = again.trainer.policy
     assert policy.steps == 2 and policy.reference is not None
     start = Policy.load(tiny_model_dir, CONFIG)
@@ -81,12 +78,6 @@ def test_after_a_restart_it_is_still_that_of_the_beginning(
     assert not equal(
         logprobs(policy.runner.logprobs, policy), logprobs(start.runner.logprobs, start)
     )
-
-
-def test_no_model_is_loaded_without_a_kl_term(tiny_model_dir: Path, tmp_path: Path) -> None:
-    lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
-    lab.trainer._load()
-    assert lab.trainer.policy.reference is None
 
 
 def test_another_model_is_refused_by_name_at_the_start(
@@ -160,10 +151,7 @@ def with_reference(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
 
 def killed_after(step: int, settings: list[str], *more: str) -> Lab:
     lab = Lab(config_of(settings, "train.steps=3", *more), [pair(name) for name in "abc"])
-    lab.trainer._publish = killed(lab.trainer._publish, step)  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        lab.trainer.train()
-    return lab
+    return lab.die("published", step)
 
 
 @pytest.mark.parametrize("every", [9, 1, 2], ids=["replay", "checkpoint", "both"])
@@ -192,8 +180,8 @@ def test_another_model_by_name_is_for_later_steps(
     base = [setting for setting in with_reference if "reference" not in setting]
     for more in (("train.kl_coef=0",), (f"train.reference_model={chosen}",)):
         again = Lab(config_of(base, "train.steps=3", *more), [], before=first)
-        again.trainer._load()
-        again.trainer._catch_up()
+        again.trainer.load()
+        again.trainer.catch_up()
         policy = again.trainer.policy
         assert policy.steps == 1
         if more == ("train.kl_coef=0",):
@@ -209,7 +197,7 @@ def test_an_earlier_one_is_gone_before_another_is_loaded(
 ) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     load_reference(policy, str(tiny_model_dir))
-    earlier = weakref.ref(policy.reference.__self__._model)  # type: ignore[union-attr]
+    earlier = weakref.ref(policy.reference.__self__)  # type: ignore[union-attr]
     there: list[object] = []
 
     def loading(*args: Any, **kwargs: Any) -> Any:

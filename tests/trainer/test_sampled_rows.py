@@ -33,7 +33,10 @@ SESSIONS = [
 ]
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_sampled_sessions_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    assert read_sessions(tmp_path / "none") == {}
+    write_sessions(tmp_path / "empty", SESSIONS[2:])
+    assert read_sessions(tmp_path / "empty")["data-12-0"].rows == []
     path = tmp_path / "rows.safetensors"
     write_sessions(path, SESSIONS)
     found = read_sessions(path)
@@ -49,15 +52,6 @@ def test_there_and_back(tmp_path: Path) -> None:
                 assert one[name].dtype == other[name].dtype
                 assert np.array_equal(one[name], other[name])
             assert float(one["rewards"]) == float(other["rewards"])
-
-
-def test_without_a_row(tmp_path: Path) -> None:
-    write_sessions(tmp_path / "rows", SESSIONS[2:])
-    assert read_sessions(tmp_path / "rows")["data-12-0"].rows == []
-
-
-def test_none_were_written(tmp_path: Path) -> None:
-    assert read_sessions(tmp_path / "rows") == {}
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])

@@ -61,7 +61,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNode]:
-    monkeypatch.setattr(module, "_Node", FakeNode)
+    monkeypatch.setattr(module, "AbandonableNode", FakeNode)
     FakeNode.broken = {}
     # Set again at the test's end, whatever was there.
     monkeypatch.setenv(SHARED_GPUS, "none")
@@ -133,8 +133,8 @@ def test_a_start_that_is_given_up_leaves_nothing(
     def interrupted() -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(service._ready, "wait", interrupted)
+    monkeypatch.setattr(service.ready, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         service.start()
-    assert not service._thread.is_alive()
+    assert not any(one.name == "service" for one in threading.enumerate())
     assert node_of(service).ended == [None]

@@ -59,20 +59,6 @@ def nats(model: Path, ids: list[int], mask: list[int]) -> float:
     return -float((own * torch.tensor(mask[1:])).sum()) / sum(mask)
 
 
-def test_settings_may_stand_between_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[argparse.Namespace] = []
-
-    def record(arguments: argparse.Namespace) -> int:
-        seen.append(arguments)
-        return 0
-
-    monkeypatch.setattr("trainer.sft.run", record)
-    assert train(["--data", "d", "train.lr=1e-5", "--out", "o", "train.seed=2", "--best", "2"]) == 0
-    (given,) = seen
-    assert (given.data, given.out, given.best) == (["d"], "o", 2)
-    assert given.overrides == ["train.lr=1e-5", "train.seed=2"]
-
-
 def test_every_answer_is_a_row_that_ends_its_turn(chat: ChatFormat, tmp_path: Path) -> None:
     data = write(tmp_path / "data", {"messages": [USER, ANSWER, MORE, LAST]})
     (example,) = read_examples(str(data), chat, chat.vocab_size)
@@ -151,8 +137,9 @@ def test_an_adapter_is_tuned_and_written_beside_the_model_that_has_it(
     row = {"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 0, 1]}
     data, out = write(tmp_path / "data", row), tmp_path / "out"
     lora = ("train.lora.rank=4", "train.lora.target_modules=q_proj,v_proj,down_proj")
-    options = ("--epochs", 3, "--batch", 1)
-    tune("--data", data, "--model", tiny_model_dir, "--out", out, *options, *SETTINGS, *lora)
+    # Settings may stand between options.
+    begin = ("--data", data, *lora, "--model", tiny_model_dir, *SETTINGS)
+    train([str(one) for one in (*begin, "--out", out, "--epochs", 3, "--batch", 1)])
     assert capsys.readouterr().out.splitlines()[-2] == f"adapter   {out / 'adapter'}"
     ids, mask = row["input_ids"], row["loss_mask"]
     assert nats(out, ids, mask) < 0.9 * nats(tiny_model_dir, ids, mask)
@@ -299,14 +286,10 @@ def test_settings_that_mean_nothing_here_are_refused(
     monkeypatch.setenv(f"ANY_AGENT_TRAIN__{name.upper()}", value)
     with fails_with(ConfigError, refused):
         tune(*given)
+    if name == "kl_coef":  # all of them are named
+        with fails_with(ConfigError, "train.kl_coef, train.reference_model"):
+            tune(*given, f"train.reference_model={tiny_model_dir}")
     assert not new.exists()
-
-
-def test_all_settings_without_a_meaning_are_named(tiny_model_dir: Path, tmp_path: Path) -> None:
-    data, new = write(tmp_path / "data", ROW), tmp_path / "new"
-    several = ("train.steps=9", "train.kl_coef=0.1", f"train.reference_model={tiny_model_dir}")
-    with fails_with(ConfigError, "kl_coef, train.reference_model, train.steps"):
-        tune("--data", data, "--model", tiny_model_dir, "--out", new, *several)
 
 
 def test_the_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:

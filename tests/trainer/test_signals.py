@@ -26,7 +26,7 @@ def signals() -> Iterator[StopSignals]:
 @pytest.mark.parametrize(
     ("number", "code", "gently"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)]
 )
-def test_the_first_and_the_second(
+def test_the_first_signal_ends_training_and_the_second_at_once(
     signals: StopSignals, number: signal.Signals, code: int, gently: bool
 ) -> None:
     stopped: list[bool] = []
@@ -53,7 +53,7 @@ def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_what_was_before_is_given_back() -> None:
+def test_earlier_signal_handlers_are_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     signals = StopSignals(SAID.append)
     with signals.handled():

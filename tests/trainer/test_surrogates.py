@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -286,15 +286,6 @@ def test_a_weight_of_0_takes_a_row_out_of_vespo_and_a_large_one_nearly() -> None
     assert now.grad is not None and now.grad.tolist() == [0.0, -0.25, 0.0]
 
 
-def test_on_the_first_step_a_rows_ratio_is_one() -> None:
-    token = replace(random_token(random.Random(0)), a=2.0)
-    now = torch.tensor([token.now], dtype=torch.float64, requires_grad=True)
-    inputs = LossInputs(now.detach(), torch.tensor([2.0], dtype=torch.float64))
-    config = LossConfig("gspo", is_level="token")
-    loss, stats = LOSSES.find("gspo")(now, inputs, total_tokens=1, config=config)
-    assert (float(loss.detach()), stats.ratio, stats.clipped_high) == (-2.0, 1.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("config", "given", "says"),
     [
@@ -327,11 +318,3 @@ def test_a_loss_asks_for_the_means_of_rows() -> None:
     products = {name for name in CONFIGS if needs_sequence_product(CONFIGS[name])}
     assert products == {"vespo", "off policy, whole rows"}
     assert not needs_sequence_ratio(LossConfig("trainer.sft.likelihood_loss"))
-
-
-def test_inputs_come_by_their_names_in_rows() -> None:
-    names = ("logprobs", "advantages", "proximal", "reference", "token_weights")
-    tensors = {name: torch.full((2,), float(k)) for k, name in enumerate((*names, "rewards"))}
-    inputs = LossInputs.of(tensors)
-    assert inputs.behaviour is tensors["logprobs"] and inputs.reference is tensors["reference"]
-    assert inputs.sequence_log_ratio is None and inputs.token_weights is tensors["token_weights"]

@@ -33,6 +33,19 @@ def random_trie(seed: int) -> tuple[Any, Any]:
     return built, plan_passes(built, budget)
 
 
+def dense_attention(built: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The attention [tokens, heads, size] of a whole trie, by a mask."""
+    n = len(built.tokens)
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for token in range(n):
+        mask[token, ancestors(built, token)] = True
+    given = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = functional.scaled_dot_product_attention(
+        *given, attn_mask=mask.to(q.device), enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
 def attention(module: Any, tree: TreePass, tensors: list[Tensor], way: str) -> Tensor:
     """The result [heads, tokens, size]; by ``chain`` as on other devices than a CPU."""
     q, k, v = (t.transpose(0, 1)[None] for t in tensors)
@@ -86,21 +99,16 @@ def test_equals_a_dense_mask(seed: int, key_heads: int, way: str) -> None:
     draw = [
         torch.randn(n, h, SIZE, generator=g, dtype=torch.float64) for h in (4, key_heads, key_heads)
     ]
-    mask = torch.zeros(n, n, dtype=torch.bool)
-    for token in range(n):
-        mask[token, ancestors(built, token)] = True
     dense = [t.clone().requires_grad_() for t in draw]
-    expected = functional.scaled_dot_product_attention(
-        *(t.transpose(0, 1)[None] for t in dense), attn_mask=mask, enable_gqa=True
-    )[0]
+    expected = dense_attention(built, *dense)
     upstream = torch.randn(expected.shape, generator=g, dtype=torch.float64)
     expected.backward(upstream)
 
     def attend(tree: TreePass, own: list[Tensor]) -> Tensor:
         return attention(SimpleNamespace(layer_idx=0), tree, own, way).transpose(0, 1)
 
-    result, *found = by_passes(built, passes, draw, upstream.transpose(0, 1), attend)
-    torch.testing.assert_close(result.transpose(0, 1), expected, atol=1e-12, rtol=0)
+    result, *found = by_passes(built, passes, draw, upstream, attend)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=0)
     for total, tensor in zip(found, dense, strict=True):
         torch.testing.assert_close(total, tensor.grad, atol=1e-12, rtol=0)
 
@@ -127,12 +135,7 @@ def test_a_tree_mask_is_the_dense_one(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     n = len(built.tokens)
     draw = [torch.randn(n, h, 16, generator=g, dtype=torch.float64) for h in (4, 2, 2)]
-    mask = torch.zeros(n, n, dtype=torch.bool)
-    for token in range(n):
-        mask[token, ancestors(built, token)] = True
-    expected = functional.scaled_dot_product_attention(
-        *(t.transpose(0, 1)[None] for t in draw), attn_mask=mask, enable_gqa=True
-    )[0]
+    expected = dense_attention(built, *draw).transpose(0, 1)
     places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
     for number, one in enumerate(passes):
         line, parent = [], one.parent

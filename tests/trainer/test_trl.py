@@ -51,13 +51,11 @@ from tests.support.trainer.policies import (
     VOCAB,
     assert_same,
     gradients,
-    random_rows,
     small_policy,
 )
 from trainer.advantage import (
     SessionRewards,
     estimate_advantages,
-    group_advantages,
     overlong_penalty,
 )
 from trainer.batch import weighted
@@ -183,20 +181,13 @@ def advantages_of(rows: Sequence[Row]) -> Tensor:
     return torch.stack([row["advantages"] for row in rows])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_advantages(seed: int) -> None:
+@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_advantages(seed: int, scale: str) -> None:
     samples = random_samples(seed)
-    scored = trl_scored(made(small_policy(), samples), samples)
-    got = advantages_of(our_rows(samples))
+    scored = trl_scored(made(small_policy(), samples, scale_rewards=scale), samples)
+    got = advantages_of(our_rows(samples, TrainConfig(normalize_std=scale)))
     torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
-
-
-def test_advantages_without_division() -> None:
-    samples = random_samples(3)
-    scored = trl_scored(made(small_policy(), samples, scale_rewards="none"), samples)
-    groups = [[SessionRewards([s.reward], [True]) for s in samples[k : k + 4]] for k in (0, 4)]
-    got = [a for g in group_advantages(groups, normalize_std="none") for (a,) in g.advantages]
-    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), scored["advantages"])
 
 
 def loss_and_gradients_equal_trl(
@@ -220,19 +211,17 @@ def loss_and_gradients_equal_trl(
     assert stats.means()["weight"] == pytest.approx(weight, abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-def test_loss_and_gradients(seed: int, loss_type: str) -> None:
-    loss_and_gradients_equal_trl(seed, loss_type)
-
-
-@pytest.mark.parametrize("cap", [0.5, 2.0])
-def test_the_cap_of_the_importance_weight(cap: float) -> None:
-    loss_and_gradients_equal_trl(4, cap=cap)
-
-
-def test_micro_batches_as_well() -> None:
-    loss_and_gradients_equal_trl(5, budget=40)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"seed": seed, "loss_type": name} for seed in range(3) for name in ("dapo", "bnpo")),
+        *({"seed": 4, "cap": cap} for cap in (0.5, 2.0)),
+        {"seed": 5, "budget": 40},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients(given: dict[str, Any]) -> None:
+    loss_and_gradients_equal_trl(**given)
 
 
 # -- formulas: the log-probabilities are given, and pi_prox is not pi_theta ------------------------
@@ -367,7 +356,9 @@ CASES = {
 LENGTH = {"dr_grpo": 7, "luspo": 1}
 
 
-def given_equal_trl(name: str, seed: int = 0) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CASES)
+def test_given_logprobs(name: str, seed: int) -> None:
     """The same loss and gradient by the log-probabilities, and by the entropies."""
     config, aggregation, theirs, spread, mismatch = CASES[name]
     x = random_tokens(seed, spread)
@@ -462,12 +453,6 @@ def test_every_loss_that_trl_has_is_a_case() -> None:
     assert len(there) == 8
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", CASES)
-def test_given_logprobs(name: str, seed: int) -> None:
-    given_equal_trl(name, seed)
-
-
 # -- presets: through the model, with TRL's advantages ---------------------------------------------
 
 PRESETS_THERE: dict[str, dict[str, Any]] = {
@@ -556,18 +541,12 @@ def test_presets(preset: str) -> None:
     preset_equals_trl(preset)
 
 
-def test_the_deviation_of_the_batch() -> None:
-    samples = random_samples(3)
-    scored = trl_scored(made(small_policy(), samples, scale_rewards="batch"), samples)
-    rows = our_rows(samples, TrainConfig(normalize_std="batch"))
-    got = advantages_of(rows)
-    torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
-
-
 # -- RLOO has a trainer of its own -----------------------------------------------------------------
 
 
-def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rloo(normalize: bool, beta: float) -> None:
     """RLOO's advantages, and the gradient of its loss before the policy has moved.
 
     TRL knows no tools' tokens here. Its clipped loss has another value and, on policy, the
@@ -575,7 +554,7 @@ def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
     """
     from trl.trainer.rloo_trainer import RLOOTrainer
 
-    samples = [replace(one, own=[1] * len(one.output)) for one in random_samples(seed)]
+    samples = [replace(one, own=[1] * len(one.output)) for one in random_samples(0)]
     config = TrainConfig(
         preset="rloo",
         constant_length=1,
@@ -602,31 +581,9 @@ def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
     assert_same(gradients(policy), there_gradients(trainer), atol=1e-5)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.2])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_rloo(normalize: bool, beta: float) -> None:
-    """With beta the divergence from the reference is in the reward."""
-    rloo_equals_trl(normalize, beta=beta)
-
-
 def test_the_penalty_of_long_outputs() -> None:
     from trl.rewards import get_soft_overlong_punishment
 
     config = TrainConfig(overlong_length=20, overlong_buffer=8)
     theirs = get_soft_overlong_punishment(20, 8)([[1] * n for n in range(30)])
     assert [-overlong_penalty(n, config) for n in range(30)] == pytest.approx(theirs)
-
-
-def test_logprobs_are_selective_log_softmax_of_the_shifted_logits() -> None:
-    from trl.trainer.utils import selective_log_softmax
-
-    policy = small_policy()
-    for row in random_rows(1):
-        row["temperatures"] = torch.tensor(TEMPERATURE)
-        ids = row["input_ids"].long()[None]
-        with torch.no_grad():
-            (got,) = policy.runner.row_logprobs([row])
-            logits = policy.model(input_ids=ids).logits[:, :-1]
-        table = selective_log_softmax(logits / row["temperatures"].double(), ids[:, 1:])
-        expected = table[0, row["loss_mask"][1:].bool()]
-        torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,9 @@ from tests.support.trainer.updates import (
 from trainer.loss import LOSSES, LossConfig
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
-from trainer.updates import Snapshot, StepConfig, divide, with_high_entropies
+from trainer.updates import StepConfig, divide, with_high_entropies
 
 PARTS = [[0, 2, 4], [1, 3, 5, 6]]
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    with pytest.MonkeyPatch.context() as patch:
-        one = Recorder()
-        patch.setattr(LOSSES, "find", lambda name: one)
-        yield one
 
 
 def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
@@ -48,12 +39,15 @@ def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
 # -- the updates -----------------------------------------------------------------------------------
 
 
-def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("kind", ["rows", "tree"])
+@pytest.mark.service
+def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> None:
     """Two steps, so that the second one begins with an optimizer that has a state."""
     policy, expected = small_policy(lr=1e-3), small_policy(lr=1e-3)
     for seed in (0, 2):
         rows = random_rows(seed, 7) if kind == "rows" else tree_rows(seed)[:7]
-        result = policy.train(rows, budget, None, StepConfig(epochs), PARTS)
+        result = policy.train(rows, 9, None, StepConfig(epochs), PARTS)
         plain_step(expected, rows, PARTS, epochs)
         assert result.updates == 2 * epochs
     assert policy.steps == 2
@@ -63,15 +57,9 @@ def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
     assert max(moved) > 1e-2, "comparing what did not move proves nothing"
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("kind", ["rows", "tree"])
-@pytest.mark.service
-def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> None:
-    updates_law(kind, epochs)
-
-
-def test_one_update_makes_no_further_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_update_makes_no_further_pass_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = small_policy(lr=1e-3)
+    monkeypatch.setattr(trainer.policy, "Snapshot", lambda _: pytest.fail("a copy"))
     monkeypatch.setattr(policy.runner, "logprobs", lambda passes: pytest.fail("a further pass"))
     result = policy.train(random_rows(0), 30)
     assert result.updates == 1
@@ -124,13 +112,17 @@ def test_every_minibatch_needs_tokens() -> None:
     policy = small_policy()
     with fails_with(ValueError, "nothing"):
         policy.train(random_rows(0), None, None, None, [[0, 1], []])
+    with fails_with(ValueError, "nothing"):
+        policy.train([])
     assert policy.steps == 0
 
 
 # -- what the loss is given ------------------------------------------------------------------------
 
 
-def inputs_law(kind: str = "tree", budget: int = 9) -> None:
+@pytest.mark.parametrize("kind", ["rows", "tree"])
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
     """Every input against full logits of the policy as it was at that time."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
@@ -144,17 +136,17 @@ def inputs_law(kind: str = "tree", budget: int = 9) -> None:
             for values, row in zip(before, rows, strict=True)
         ]
         policy.reference = lambda passes: [v - 0.25 for v in policy.runner.logprobs(passes)]
-        update, found = policy._update, []
+        accumulate, found = policy.accumulate, []
 
         def spied(*given: Any) -> Any:
             now = [dense_logprobs(policy.model, row).detach() for row in rows]
             recorder.calls.clear()
-            result = update(*given)
+            result = accumulate(*given)
             calls = recorder.calls
             found.append((now, {name: torch.cat([c[name] for c in calls]) for name in calls[0]}))
             return result
 
-        patch.setattr(policy, "_update", spied)
+        patch.setattr(policy, "accumulate", spied)
         policy.train(rows, budget, SEQUENCE_LEVEL, StepConfig(2), PARTS)
     assert len(found) == 4
     for number, (now, got) in enumerate(found):
@@ -196,22 +188,8 @@ def sorted_rows(table: Tensor) -> Tensor:
     return table[sorted(range(len(table)), key=lambda k: table[k].round(decimals=7).tolist())]
 
 
-@pytest.mark.parametrize("kind", ["rows", "tree"])
 @pytest.mark.parametrize("budget", [9, 10_000])
-def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
-    inputs_law(kind, budget)
-
-
-def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
-    """One update: pi_prox is the policy itself, and needs no values of its own."""
-    policy = small_policy()
-    policy.reference = policy.runner.logprobs
-    policy.train(random_rows(0), 30, SEQUENCE_LEVEL)
-    assert all("sequence_log_weight" in call for call in recorder.calls)
-    assert not any("proximal" in c or "sequence_log_ratio" in c for c in recorder.calls)
-
-
-def entropies_law(budget: int = 9) -> None:
+def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
     """By the entropies of all tokens of the minibatch, wherever they are computed."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
@@ -219,9 +197,11 @@ def entropies_law(budget: int = 9) -> None:
         policy = small_policy()
         rows = tree_rows(0)[:7]
         pairs = torch.cat([logprobs_and_entropies(policy, row) for row in rows])
-        policy.train(rows, budget, LossConfig("sapo", top_entropy=0.3))
+        policy.train(rows, budget, LossConfig("sapo", top_entropy=0.3, is_level="sequence"))
         calls = recorder.calls
         found = [torch.cat([c[name] for c in calls]) for name in ("logprobs", "high_entropy")]
+    # In one update pi_prox is the policy itself, and needs no values of its own.
+    assert all("sequence_log_weight" in call and "proximal" not in call for call in calls)
     least = pairs[:, 1].quantile(0.7) - 1e-9
     expected = torch.stack([pairs[:, 0], (pairs[:, 1] >= least).double()], 1)
     assert 0.25 < float(expected[:, 1].mean()) < 0.4
@@ -235,11 +215,6 @@ def logprobs_and_entropies(policy: Policy, row: Row) -> Tensor:
     table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
     before = table[row["loss_mask"].nonzero()[:, 0] - 1]
     return torch.stack([dense_logprobs(policy.model, row), -(before.exp() * before).sum(-1)], 1)
-
-
-@pytest.mark.parametrize("budget", [9, 10_000])
-def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
-    entropies_law(budget)
 
 
 def test_a_kl_term_without_its_model_is_an_error() -> None:
@@ -269,7 +244,7 @@ def test_tokens_of_the_same_entropy_are_chosen_together(seed: int, share: float,
 # -- what is not finite ----------------------------------------------------------------------------
 
 
-def undo_law() -> None:
+def test_an_update_that_is_not_finite_undoes_the_step() -> None:
     policy = small_policy(lr=1e-3)
     bad = random_rows(8, 7)
     bad[PARTS[1][0]]["logprobs"] = bad[PARTS[1][0]]["logprobs"] * float("nan")
@@ -283,10 +258,6 @@ def undo_law() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert all(p.grad is None for p in policy.model.parameters())
         policy.train(random_rows(9, 7), 30, None, StepConfig(2), PARTS)
-
-
-def test_an_update_that_is_not_finite_undoes_the_step() -> None:
-    undo_law()
 
 
 def test_a_step_after_an_undone_one_is_as_if_that_had_not_been() -> None:
@@ -305,27 +276,19 @@ def test_a_step_after_an_undone_one_is_as_if_that_had_not_been() -> None:
 
 def test_other_errors_undo_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = small_policy(lr=1e-3)
-    before, update, calls = state_of(policy), policy._update, []
+    before, accumulate, calls = state_of(policy), policy.accumulate, []
 
     def failing(*given: Any) -> Any:
         if calls:
+            assert not torch.equal(state_of(policy)[0], before[0])
             raise torch.OutOfMemoryError("out of memory")
-        calls.append(update(*given))
-        assert not torch.equal(state_of(policy)[0], before[0])
+        calls.append(accumulate(*given))
         return calls[0]
 
-    monkeypatch.setattr(policy, "_update", failing)
+    monkeypatch.setattr(policy, "accumulate", failing)
     with pytest.raises(torch.OutOfMemoryError):
         policy.train(random_rows(0, 7), 30, None, None, PARTS)
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
-
-
-def test_one_update_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copied(optimizer: object) -> Snapshot:
-        pytest.fail("nothing has to be undone")
-
-    monkeypatch.setattr(trainer.policy, "Snapshot", copied)
-    small_policy().train(random_rows(0))
 
 
 # -- the division ----------------------------------------------------------------------------------
@@ -352,6 +315,7 @@ def test_a_batch_is_divided_by_groups_or_sessions(
 ) -> None:
     rows, owners = owned(shape)
     parts = divide(rows, owners, count)
+    assert divide(rows, owners, 1) == [list(range(len(rows)))]
     assert sorted(k for part in parts for k in part) == list(range(len(rows)))
     sessions = set(owners)
     assert len(parts) == min(count, len(sessions)) and all(parts)
@@ -371,8 +335,3 @@ def test_minibatches_have_about_as_many_tokens() -> None:
     loads = [count_trained([rows[k] for k in part]) for part in parts]
     assert max(loads) < 1.3 * min(loads)
     assert all(len({owners[k][0] for k in part}) == 2 for part in parts)
-
-
-def test_one_minibatch_is_the_batch() -> None:
-    rows, owners = owned([[1, 2], [1]])
-    assert divide(rows, owners, 1) == [[0, 1, 2, 3]]

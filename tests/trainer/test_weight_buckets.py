@@ -21,7 +21,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.support.errors import fails_with
-from tests.support.trainer.policies import VOCAB, small_policy
+from tests.support.trainer.policies import VOCAB, assert_same, small_policy
 from trainer.policy import Policy
 
 _SHAPE: dict[str, Any] = {
@@ -50,10 +50,8 @@ def _saved(policy: Policy, folder: Path) -> dict[str, Tensor]:
 def test_buckets_are_the_checkpoint(tmp_path: Path, nbytes: int) -> None:
     policy = small_policy(dtype=torch.float32)
     expected, got = _saved(policy, tmp_path), _all(policy, nbytes)
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor)
-        assert not got[name].requires_grad
+    assert_same(got, expected, atol=0)
+    assert not any(tensor.requires_grad for tensor in got.values())
     for bucket in policy.buckets(nbytes):
         assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= nbytes
 
@@ -72,9 +70,7 @@ def test_experts_that_the_model_holds_as_one_come_as_the_checkpoint_splits_them(
     policy = Policy(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts)))
     expected, got = _saved(policy, tmp_path), _all(policy, 5000)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in got
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor)
+    assert_same(got, expected, atol=0)
 
 
 @pytest.mark.parametrize("nbytes", [1, 20_000])
@@ -86,9 +82,7 @@ def test_what_a_checkpoint_has_as_one_is_never_torn(tmp_path: Path, nbytes: int)
         expected = revert_weight_conversion(model, model.state_dict())
         assert "model.L_module.layers.0.mlp.gate_up_proj.weight" in expected
         got = _all(Policy(model), nbytes)
-        assert got.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(got[name], tensor)
+        assert_same(got, dict(expected), atol=0)
 
 
 def test_floats_come_in_the_type_that_is_asked_for() -> None:

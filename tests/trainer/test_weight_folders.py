@@ -37,16 +37,12 @@ def test_a_version_is_what_the_policy_holds(
     assert published_versions(tmp_path) == [7]
 
 
-def test_a_tokenizer_object_is_saved(policy: Policy, tiny_model_dir: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    path = publish_to_disk(policy, tokenizer, tmp_path, 0)
-    assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
-
-
 def test_bfloat16_for_engines_that_want_it(
     policy: Policy, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    path = publish_to_disk(policy, tiny_model_dir, tmp_path, 1, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    path = publish_to_disk(policy, tokenizer, tmp_path, 1, dtype=torch.bfloat16)
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     for a, b in zip(policy.model.parameters(), loaded.parameters(), strict=True):

@@ -18,13 +18,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.json"
 
 
-def test_the_first_weights_have_no_step_behind_them(path: Path) -> None:
-    versions = WeightVersions(path)
-    assert versions.highest == 0
-    assert versions.steps_of({0}) == {0: 0}
-    assert not path.exists()
-
-
 def test_a_version_is_on_disk_before_anybody_has_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,9 +38,10 @@ def test_a_version_is_not_used_again_after_a_crash(path: Path) -> None:
     """Whether or not anybody had seen it."""
     assert [WeightVersions(path).reserve(step) for step in (1, 1, 2)] == [1, 2, 3]
     assert WeightVersions(path).steps_of({0, 1, 2, 3}) == {0: 0, 1: 1, 2: 1, 3: 2}
+    assert WeightVersions(path).steps_of({7})[7] < -1_000_000, "unknown ones are long ago"
 
 
-def test_above_what_an_engine_serves(path: Path) -> None:
+def test_versions_go_on_above_what_an_engine_serves(path: Path) -> None:
     versions = WeightVersions(path)
     versions.at_least(7)
     assert versions.reserve(step=1) == 8
@@ -56,17 +50,8 @@ def test_above_what_an_engine_serves(path: Path) -> None:
     assert WeightVersions(path).reserve(step=3) == 10
 
 
-def test_unknown_versions_are_long_ago(path: Path) -> None:
-    versions = WeightVersions(path)
-    versions.at_least(7)
-    versions.reserve(step=1)
-    steps = versions.steps_of({7, 8})
-    assert steps[8] == 1
-    assert steps[7] < -1_000_000
-
-
-def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.publisher, "_MAX_REMEMBERED", 3)
+def test_the_oldest_versions_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.publisher, "MAX_REMEMBERED", 3)
     versions = WeightVersions(path)
     for step in range(1, 11):
         versions.reserve(step)

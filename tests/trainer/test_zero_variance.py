@@ -18,15 +18,12 @@ def alike(reward: float) -> Episode:
     return [session(f"s{k}", reward) for k in range(4)]
 
 
-def test_a_row_of_them() -> None:
+def test_groups_that_teach_nothing_are_counted() -> None:
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     assert [dull.reject_reason(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
     dull.count("not_accepted")
     assert dull.consecutive == 4
-    assert str(dull) == (
-        "4 groups in a row had nothing to learn from (3 zero_variance, 1 not_accepted): all runs "
-        "of an item score the same, in the last group: 0.25"
-    )
+    assert "(3 zero_variance, 1 not_accepted)" in str(dull) and str(dull).endswith("0.25")
     assert dull.reject_reason(pair("varied")) is None
     assert dull.consecutive == 0
 
@@ -45,7 +42,7 @@ def test_scores_since_a_step_are_those_of_all_sessions() -> None:
     assert dull.scores.read()["sessions"] == 0
 
 
-def test_most_of_the_last_ones() -> None:
+def test_most_of_the_last_groups_are_noticed() -> None:
     """A group that differs now and then makes a step, after a long wait."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     for _ in range(3):
@@ -53,19 +50,14 @@ def test_most_of_the_last_ones() -> None:
             assert dull.reject_reason(alike(1.0)) == "zero_variance"
         assert dull.reject_reason(pair("varied")) is None
     assert dull.consecutive == 0
-    assert dull.notice is not None
-    assert dull.notice == (
-        "15 of the last 18 groups had nothing to learn from (15 zero_variance): an item whose runs "
-        "all score the same is solved, or too hard. Other tasks or rewards would help "
-        "(docs/how-to/troubleshoot.md#my-reward-does-not-rise)"
-    )
+    assert dull.notice is not None and "15 of the last 18 groups" in dull.notice
     for _ in range(8):
         assert dull.reject_reason(pair("varied")) is None
     assert dull.notice is None
 
 
 @pytest.mark.parametrize("fate", ["drop", "keep"])
-def test_they_are_in_a_step_where_that_is_set(fate: str) -> None:
+def test_groups_that_teach_nothing_are_in_a_step_where_that_is_set(fate: str) -> None:
     # By the text of a file or a command line, where some words are no texts.
     settings = ["model.path=x", f"train.dynamic_sampling={fate}"]
     config = load_config(None, settings, environ={}).train
@@ -101,8 +93,8 @@ def test_equal_outcomes_of_unequal_length_have_nothing_to_compare() -> None:
 def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
-    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.005)
+    monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.005)
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
     said: list[str] = []
     lab.trainer.report.say = said.append
@@ -115,7 +107,7 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
         if minutes == 4:
             raise InterruptedError
         for _ in range(5):
-            lab.trainer._source.zero_variance.reject_reason(alike(0.0))
+            lab.trainer.source.zero_variance.reject_reason(alike(0.0))
         raise TimeoutError("0 of 64 sessions came")
 
     lab.executor.prepare_batch = nothing_comes  # type: ignore[method-assign]

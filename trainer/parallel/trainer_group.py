@@ -133,10 +133,10 @@ class Follower:
             "reference": lambda command: _set_reference(
                 self.policy, command["path"], base=command["base"]
             ),
-            "step": self._step,
+            "step": self.step,
             "compare": lambda command: compare(self.policy, command, self._channel.receive_rows()),
             "gather": lambda command: self.policy.gathered(command["names"]),
-            "save": lambda command: self._save(Path(command["folder"])),
+            "save": lambda command: self.save(Path(command["folder"])),
         }
         while (command := self._channel.receive_command())["do"] != "stop":
             reply: dict[str, Any] = {}
@@ -157,10 +157,10 @@ class Follower:
         seed_all(self._train.seed)
         self.policy, _ = _load(command, self._settings, self._world)
 
-    def _step(self, command: Mapping[str, Any]) -> None:
+    def step(self, command: Mapping[str, Any]) -> None:
         self.policy.step_commanded(command, self._channel.receive_rows())
 
-    def _save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         from trainer.sharded_optimizer import save_shard
 
         save_shard(self.policy, folder)

@@ -32,9 +32,9 @@ BOUNDARIES: dict[str, tuple[type, str, Callable[..., int]]] = {
     "step": (StepMaker, "optimize", lambda _, policy, *__: policy.steps),
     # The engines have all of the weights, and do not know it.
     "send": (UpdateAttempt, "_send", lambda attempt, *_: attempt._new.step),
-    "publish": (TrainingLoop, "_publish", _made),
-    "ack": (TrainingLoop, "_settle", _made),
-    "checkpoint": (TrainingLoop, "_save", _made),
+    "publish": (TrainingLoop, "publish", _made),
+    "ack": (TrainingLoop, "settle", _made),
+    "checkpoint": (TrainingLoop, "save", _made),
 }
 """The method at whose end it dies, or at whose beginning for a name like `before-ack`, and the
 number of the step that its object is at by then."""

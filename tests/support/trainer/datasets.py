@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ class Alternating(RolloutWorkflow):
     def __init__(
         self,
         *,
-        dull: tuple[int, ...] = (),
-        failing: tuple[int, ...] = (),
-        rejected: tuple[int, ...] = (),
+        dull: Container[int] = (),
+        failing: Container[int] = (),
+        rejected: Container[int] = (),
         halved: bool = False,
     ) -> None:
         """``rejected``: items of which each run gives None; ``halved``: every second run does."""
@@ -65,6 +65,7 @@ class DataLab(Lab):
         workflow: RolloutWorkflow | None = None,
         *,
         items: int = 10,
+        rows: Sequence[Any] = (),
         before: Lab | None = None,
         accept: Callable[[Any], bool] | None = None,
     ) -> None:
@@ -72,13 +73,13 @@ class DataLab(Lab):
         self.workflow = workflow or Alternating()
         self.source = DatasetBatches(
             config,
-            [{"n": n} for n in range(items)],
+            rows or [{"n": n} for n in range(items)],
             self.workflow,
             accept,
             WorkflowExecutor(None, config.rollout),
         )
-        self.trainer._source = self.source
-        self.trainer._publisher._updating = self.source.updating
+        self.trainer.source = self.source
+        self.trainer.publisher.updating = self.source.updating
 
     @property
     def left(self) -> Mapping[str, Any]:

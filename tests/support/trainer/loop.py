@@ -6,9 +6,11 @@ import asyncio
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -18,11 +20,38 @@ from any_agent.protocol.training import Rejection
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 from tests.support.fixed_ranks import FixedRanks
+from tests.support.trainer.episodes import pair
 from trainer.batch_source import LeasedBatches
 from trainer.command_channel import Leader
 from trainer.loop import TrainingLoop
+from trainer.manifests import ManifestStore
 from trainer.policy import Policy
 from trainer.sync import NewWeights
+
+STEPS = 5
+RUN = (f"train.steps={STEPS}", "train.checkpoint_every=2", "rollout.eta=9")
+Method = Callable[..., Any]
+
+
+class Killed(BaseException):
+    """The process ends here; nothing after it runs."""
+
+
+def killed(what: Method, when: int, *, before: bool = False) -> Method:
+    """The function, and death after (or before) it is called for the n-th time."""
+    calls = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == when:
+            raise Killed
+        result = what(*args, **kwargs)
+        if calls == when:
+            raise Killed
+        return result
+
+    return dying
 
 
 class Service:
@@ -152,12 +181,51 @@ class Lab:
         self.executor = Executor(episodes, before.service.version if before else version)
         self.executor.journal = before.executor.journal if before else {}
         self.executor.settled = before.executor.settled if before else set()
-        self.trainer._executor = self.executor  # type: ignore[assignment]
-        self.trainer._source = LeasedBatches(  # type: ignore[arg-type]
-            self.executor, self.trainer._source.zero_variance
+        self.trainer.executor = self.executor  # type: ignore[assignment]
+        self.trainer.source = LeasedBatches(  # type: ignore[arg-type]
+            self.executor, self.trainer.source.zero_variance
         )
-        self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
-        self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
+        self.trainer.publisher.executor = self.executor  # type: ignore[assignment]
+        self.trainer.publisher.sync = Sync()  # type: ignore[assignment]
+
+    def at(self, boundary: str, change: Callable[[Method, bool], Method]) -> None:
+        """Change, once the policy is loaded, the method at whose end a boundary is, or at whose
+        beginning: True."""
+        load = self.trainer.load
+
+        def loaded() -> None:
+            load()
+            trainer = self.trainer
+            before = boundary.startswith("before ")
+            owner, name = {
+                "lease": (self.executor, "prepare_batch"),
+                "batch": (trainer.source, "next_batch"),
+                "manifest": (trainer.manifests, "write"),
+                "step": (trainer.policy, "step"),
+                "update": (trainer.policy.optimizer, "step"),
+                "published": (trainer.publisher, "publish"),
+                "settled": (trainer.source, "settle"),
+                "ack": (self.executor, "ack"),
+                "checkpoint": (trainer, "save"),
+            }[boundary.removeprefix("before ")]
+            setattr(owner, name, change(getattr(owner, name), before))
+
+        self.trainer.load = loaded  # type: ignore[method-assign]
+
+    def die(self, boundary: str, when: int = 1) -> Self:
+        """Train until it dies at the n-th time of a boundary."""
+        self.at(boundary, lambda method, before: killed(method, when, before=before))
+        with pytest.raises(Killed):
+            self.trainer.train()
+        return self
+
+    def again(self) -> Lab:
+        """The next start, with the sessions of :func:`episodes` that no step took for good."""
+        store = ManifestStore(self.trainer.dir.manifests)
+        taken = {id for step in store.steps() for id in store.read(step).sessions}
+        taken |= self.executor.settled
+        left = [e for e in episodes() if not {t.session_id for t in e} & taken]
+        return Lab(self.trainer.config, left, before=self)
 
     @property
     def service(self) -> Service:
@@ -176,6 +244,15 @@ class Lab:
         return [p.detach().clone() for p in self.trainer.policy.model.parameters()]
 
 
+def settings_of(root: Path, model: Path) -> list[str]:
+    return [f"root={root}", f"model.path={model}", "train.lr=1e-3", "train.seed=1"]
+
+
+def episodes() -> list[Episode]:
+    """One for each of the steps."""
+    return [pair(f"p{k}", turns=1 + k % 3) for k in range(STEPS)]
+
+
 def config_of(settings: list[str], *more: str) -> Config:
     return load_config(None, [*settings, *more], environ={})
 
@@ -186,27 +263,6 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def moments_of(policy: Policy) -> list[torch.Tensor]:
     return [policy.optimizer.state[p]["exp_avg_sq"] for p in policy.model.parameters()]
-
-
-class Killed(BaseException):
-    """The process ends here; nothing after it runs."""
-
-
-def killed(what: Callable[..., Any], when: int, *, before: bool = False) -> Callable[..., Any]:
-    """The function, and death after (or before) it is called for the n-th time."""
-    calls = 0
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if before and calls == when:
-            raise Killed
-        result = what(*args, **kwargs)
-        if calls == when:
-            raise Killed
-        return result
-
-    return dying
 
 
 def outcome(lab: Lab) -> dict[str, Any]:
@@ -224,3 +280,17 @@ def outcome(lab: Lab) -> dict[str, Any]:
     }
     assert len(tensors) > 20
     return {"name": checkpoint.name, "state": state, "tensors": tensors}
+
+
+def assert_same_outcome(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["name"] == other["name"]
+    assert one["state"] == other["state"]
+    assert one["tensors"].keys() == other["tensors"].keys()
+    different = [k for k, t in one["tensors"].items() if not torch.equal(t, other["tensors"][k])]
+    assert different == []
+
+
+def assert_same_policy(one: Lab, other: Lab) -> None:
+    """Weights and moments, bit for bit."""
+    assert same(one.weights(), other.weights())
+    assert same(moments_of(one.trainer.policy), moments_of(other.trainer.policy))

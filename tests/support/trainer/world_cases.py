@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from any_agent.config import TrainConfig
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from any_agent.runtime.disk_space import DiskSpace
-from tests.support.trainer.adapters import LORA, row_logprobs, stirred
+from tests.support.trainer.adapters import LORA, row_logprobs, stirred, train, weights_of
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, in_precision, random_rows
@@ -213,8 +212,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
     policy, _ = load_policy(model, config, leader, checkpoint=False)
-    for seed in seeds:
-        policy.train(random_rows(seed, dtype=torch.float32), 60)
+    train(policy, seeds)
     save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
     return weights_of(policy)
 
@@ -230,13 +228,8 @@ def gone_on(
     leader: Leader, checkpoint: str, seeds: range, config: PolicyConfig = CONFIG
 ) -> dict[str, Tensor]:
     policy, _ = load_policy(checkpoint, config, leader, checkpoint=True)
-    for seed in seeds:
-        policy.train(random_rows(seed, dtype=torch.float32), 60)
+    train(policy, seeds)
     return weights_of(policy)
-
-
-def weights_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: t.clone() for bucket in policy.buckets(3000) for name, t in bucket}
 
 
 def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
@@ -249,24 +242,6 @@ def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], l
             break
     policy.train(random_rows(0, dtype=torch.float32), 60)
     return weights_of(policy), some
-
-
-def not_finite(leader: Leader, model: str, broken: int) -> tuple[str, bool, int]:
-    """What is said of a row with a behaviour that is not a number, whether nothing was changed, and
-    the steps made after a good one."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
-    before = weights_of(policy)
-    rows = random_rows(3, 6, dtype=torch.float32)
-    rows[broken]["logprobs"][-1] = float("nan")
-    said = ""
-    try:
-        policy.train(rows, 60)
-    except FloatingPointError as error:
-        said = str(error)
-    after = weights_of(policy)
-    same = all(torch.equal(before[name], t) for name, t in after.items())
-    policy.train(random_rows(4, dtype=torch.float32), 60)
-    return said, same, policy.steps
 
 
 def killed(world: World) -> tuple[str, str]:
@@ -347,54 +322,13 @@ class Dying(Follower):
         self._dies, self._stops = dies, stops
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _step(self, command: Any) -> None:
+    def step(self, command: Any) -> None:
         step = self.policy.steps + 1
         if step == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == self._stops:
             os.kill(os.getpid(), signal.SIGTERM)
-        super()._step(command)
-
-
-def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[int], str] | None:
-    """What the leader is told where another process's disk is full, the checkpoints that are there
-    then, those after another step, and what is said of rows with nothing to train on."""
-    torch.set_num_threads(1)
-    if not world.leads:
-        Cramped(world, CONFIG, TRAIN).follow()
-        return None
-    leader = Leader(world)
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
-    policy.train(random_rows(0, dtype=torch.float32), 60)
-    full = empty = ""
-    try:
-        save_checkpoint(Path(root), policy, Path(model), {})
-    except TrainingError as error:
-        full = error.message
-    first = list(complete_checkpoints(Path(root)))
-    try:
-        policy.train([], 60)
-    except ValueError as error:
-        empty = str(error)
-    policy.train(random_rows(1, dtype=torch.float32), 60)
-    save_checkpoint(Path(root), policy, Path(model), {})
-    leader.stop()
-    return full, first, list(complete_checkpoints(Path(root))), empty
-
-
-class Cramped(Follower):
-    """Its files may not be longer than a few bytes the first time, as on a disk that is full."""
-
-    room = 64
-
-    def _save(self, folder: Path) -> None:
-        before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.room, most))
-        self.room = before
-        try:
-            super()._save(folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+        super().step(command)
 
 
 def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | None:
@@ -407,9 +341,15 @@ def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | No
     leader = Leader(world)
     policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     policy.train(random_rows(0, dtype=torch.float32), 60)
+    try:
+        policy.train([], 60)
+        raise AssertionError("there is nothing to train on")
+    except ValueError:
+        pass  # and the other process lives
     tries = []
 
     def save() -> Path:
+        assert list(complete_checkpoints(Path(root))) == [], "nothing half is kept"
         tries.append(1)
         return save_checkpoint(Path(root), policy, Path(model), {})
 

@@ -60,11 +60,6 @@ def test_equal_rows_are_always_divided_alike() -> None:
     assert [[id(r) for r in part] for part in first] == [[id(r) for r in part] for part in second]
 
 
-def test_what_an_idle_process_runs_trains_one_token() -> None:
-    one = idle_pass()
-    assert one.items.positions.tolist() == [1] and one.items.sources.tolist() == [0]
-
-
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_neighbours_in_the_tree_stay_together_and_every_row_has_one_place(
     seed: int, parts: int

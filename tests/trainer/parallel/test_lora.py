@@ -46,13 +46,7 @@ def test_gradients_weights_and_the_base_are_those_of_one_process() -> None:
             )
             assert_same(found[case][1], expected, atol=1e-9)
         torch.testing.assert_close(without, bare, atol=1e-12, rtol=0)
-        same(weights, weights_of(policy))
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+        assert_same(weights, weights_of(policy), atol=0)
 
 
 def test_what_two_have_kept_one_and_two_go_on_from(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -61,16 +55,19 @@ def test_what_two_have_kept_one_and_two_go_on_from(tiny_model_dir: Path, tmp_pat
     checkpoint = tmp_path / "two" / "step-00000002"
     one, state = load_checkpoint(checkpoint, LORA_CONFIG)
     assert state == {"seen": 2} and one.steps == 2
-    same(weights_of(one), expected)
+    assert_same(weights_of(one), expected, atol=0)
     assert next(iter(moments(one).values())).any(), "comparing zeros proves nothing"
 
     unbroken = together(
         2, led_lora, trained, model, range(3), str(tmp_path / "unbroken"), LORA_CONFIG
     )[0]
-    same(together(2, led_lora, gone_on, str(checkpoint), range(2, 3), LORA_CONFIG)[0], unbroken)
+    assert_same(
+        together(2, led_lora, gone_on, str(checkpoint), range(2, 3), LORA_CONFIG)[0],
+        unbroken,
+        atol=0,
+    )
     one.train(random_rows(2, dtype=torch.float32), 60)
-    for name, tensor in weights_of(one).items():
-        torch.testing.assert_close(tensor, unbroken[name], atol=1e-5, rtol=0)
+    assert_same(weights_of(one), unbroken, atol=1e-5)
 
 
 def test_several_updates_beside_the_base_are_those_of_one_process(tiny_model_dir: Path) -> None:

@@ -91,18 +91,6 @@ async def test_an_engine_that_dies_leaves_and_comes_back(
         assert told == ["v7", "v8", "v9"]
 
 
-@pytest.mark.service
-async def test_a_repair_is_for_those_that_need_it(
-    processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    fleet = Fleet(*(engine.url for engine in processes))
-    weights = Weights(tiny_model_dir, tmp_path, "float32")
-    await call(processes[0].url, "/update_weight_version", {"new_version": "21"})
-    with syncing("distributed", dtype="float32") as sync:
-        await bring(sync, fleet, weights.version(21), how="repair")
-    assert [proxy.events for proxy in fleet.proxies] == [[], ["pause", "v21", "resume"]]
-
-
 @pytest.mark.parametrize("way", ["distributed", "tensor"])
 @pytest.mark.service
 async def test_one_that_refuses_keeps_its_weights_and_nobody(

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from any_agent.rundir.registry import RegistryEntry
 from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
 from tests.support.ports import own_port
+from tests.support.waiting import until
 from trainer.sync import NewWeights, base
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
 from trainer.sync.disk import DiskSync
@@ -128,13 +128,6 @@ def engines() -> tuple[Engine, Engine]:
     return Engine(), Engine()
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)
-
-
 def on_this_loop(coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
     """From a thread, as the trainer's is."""
     return asyncio.run_coroutine_threadsafe(coroutine, HERE.get()).result(timeout)
@@ -145,23 +138,43 @@ SEVEN = NewWeights(7, 3, Path("/weights/v7"), write=lambda: None, buckets=lambda
 
 
 def update(
-    fleet: Fleet, *, load_timeout: float = 30.0, new: NewWeights = SEVEN
+    fleet: Fleet, *, load_timeout: float = 30.0, new: NewWeights = SEVEN, how: str = "update"
 ) -> asyncio.Task[None]:
     HERE.set(asyncio.get_running_loop())
     sync = DiskSync(on_this_loop, load_timeout=load_timeout)
-    return asyncio.create_task(asyncio.to_thread(sync.update, fleet, new))
+    return asyncio.create_task(asyncio.to_thread(getattr(sync, how), fleet, new))
 
 
 WHOLE = ["pause", "v7", "resume"]
 
 
-async def test_every_rank_gets_them(engines: tuple[Engine, Engine]) -> None:
+TRIED = ["pause", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "fails", "events"),
+    [
+        ([200], 0, WHOLE),
+        # A proxy that restarts in between is told again; an engine may fail for a moment.
+        ([200], 2, WHOLE),
+        ([503, 500, 200], 0, [*TRIED, *TRIED, *WHOLE]),
+        # One that refuses them is not asked again.
+        ([400], 0, TRIED),
+    ],
+)
+async def test_every_rank_gets_them_that_does_not_refuse(
+    engines: tuple[Engine, Engine], answers: list[int], fails: int, events: list[str]
+) -> None:
+    engines[1].answers = list(answers)
     fleet = Fleet(*engines)
+    fleet.clients[1].fails = [ServiceUnavailable("away") for _ in range(fails)]
+    refused = fails_with(TrainingError, "version 7") if answers == [400] else nullcontext()
     async with engines[0].serve(), engines[1].serve():
-        await update(fleet)
-    assert [client.events for client in fleet.clients.values()] == [WHOLE, WHOLE]
+        with refused:
+            await update(fleet)
+    assert [client.events for client in fleet.clients.values()] == [WHOLE, events]
     told = {"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}
-    assert [engine.loaded for engine in engines] == [[told], [told]]
+    assert engines[0].loaded == [told]
 
 
 async def test_updates_share_one_tls_context(
@@ -204,26 +217,8 @@ async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) 
     assert away.events[-3:] == WHOLE
 
 
-async def test_a_proxy_that_restarts_in_between_is_told_again(
-    engines: tuple[Engine, Engine],
-) -> None:
-    fleet = Fleet(*engines)
-    fleet.clients[1].fails = [ServiceUnavailable("away"), ServiceUnavailable("away")]
-    async with engines[0].serve(), engines[1].serve():
-        await update(fleet)
-    assert [client.events for client in fleet.clients.values()] == [WHOLE, WHOLE]
-
-
-async def test_an_engine_that_fails_for_a_moment(engines: tuple[Engine, Engine]) -> None:
-    engines[1].answers = [503, 500, 200]
-    fleet = Fleet(*engines)
-    async with engines[0].serve(), engines[1].serve():
-        await update(fleet)
-    assert fleet.clients[1].events == ["pause", "resume"] * 2 + WHOLE
-
-
 @pytest.mark.parametrize("answer", [503, 0], ids=["fails", "silent"])
-async def test_one_that_never_takes_them(
+async def test_a_rank_that_never_takes_its_weights_ends_the_update(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     monkeypatch.setattr(base, "UNREACHABLE_TIMEOUT", -0.5)
@@ -235,15 +230,6 @@ async def test_one_that_never_takes_them(
     assert fleet.clients[1].events == WHOLE
     assert fleet.clients[0].events[-1] == "resume"
     assert "v7" not in fleet.clients[0].events
-
-
-async def test_one_that_refuses_them_is_not_asked_again(engines: tuple[Engine, Engine]) -> None:
-    engines[0].answers = [400]
-    fleet = Fleet(*engines)
-    async with engines[0].serve(), engines[1].serve():
-        with fails_with(TrainingError, "version 7"):
-            await update(fleet)
-    assert [client.events for client in fleet.clients.values()] == [["pause", "resume"], WHOLE]
 
 
 @pytest.mark.parametrize("answers", [[400, 200], [400, 400, 200]], ids=["once", "twice"])
@@ -263,37 +249,29 @@ async def test_one_that_is_at_the_last_step_of_what_was_paused(
     assert (engines[0].names, engines[1].names) == (["loading-7"], [])
 
 
-async def test_a_rank_that_joins_or_has_no_engine_is_not_waited_for(
+async def test_a_rank_that_joins_or_is_drained_is_not_waited_for(
     engines: tuple[Engine, Engine],
 ) -> None:
     fleet = Fleet(*engines)
     async with engines[0].serve():
-        for state in ("joining", "drained"):
-            fleet.change(Ranks.of(2).with_state(1, state))  # type: ignore[arg-type]
-            await update(fleet)
-    assert fleet.clients[0].events == WHOLE + WHOLE
-    assert fleet.clients[1].events == []
-
-
-async def test_a_rank_that_is_drained_in_an_update_ends_its_part(
-    engines: tuple[Engine, Engine],
-) -> None:
-    fleet = Fleet(*engines)
-    async with engines[0].serve():
+        fleet.change(Ranks.of(2).with_state(1, "joining"))
+        await update(fleet)
+        assert fleet.clients[1].events == []
+        fleet.change(Ranks.of(2))
         updating = update(fleet)
         await until(lambda: fleet.clients[1].events.count("resume") > 1)
         fleet.change(Ranks.of(2).with_state(1, "draining").with_state(1, "drained"))
         await updating
-    assert fleet.clients[0].events == WHOLE
+        seen = list(fleet.clients[1].events)
+        await update(fleet)
+    assert fleet.clients[0].events == WHOLE * 3 and fleet.clients[1].events == seen
 
 
 async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]) -> None:
     fleet = Fleet(*engines)
     engines[0].loaded = [{"weight_version": "7"}]
     async with engines[0].serve(), engines[1].serve():
-        HERE.set(asyncio.get_running_loop())
-        sync = DiskSync(on_this_loop, load_timeout=30)
-        await asyncio.to_thread(sync.repair, fleet, SEVEN)
+        await update(fleet, how="repair")
     assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
 
 
@@ -307,10 +285,8 @@ async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
 
     monkeypatch.setattr(fleet.clients[0], "run_info", away)
     async with engines[0].serve(), engines[1].serve():
-        HERE.set(asyncio.get_running_loop())
-        sync = DiskSync(on_this_loop, load_timeout=30)
         with pytest.raises(ServiceUnavailable):
-            await asyncio.to_thread(sync.repair, fleet, SEVEN)
+            await update(fleet, how="repair")
     assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,24 +15,34 @@ from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from tests.support.errors import fails_with
+from trainer.sync import bucketed
 from trainer.sync import transports as distributed
 from trainer.sync.base import NewWeights
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
-from trainer.sync.engine_client import EngineClient, EngineInfo, WeightVerifier
+from trainer.sync.engine_client import EngineClient, EngineInfo
 from trainer.sync.transports import GroupTransport
 
 BUCKET = [("a", torch.zeros(2))]
 
 
 class Told(EngineClient):
-    """An engine that does what it is told, and remembers it."""
+    """An engine that does what it is told, and remembers it; or does not begin an update."""
+
+    failure: AnyAgentError | None = None
+    hangs = False
 
     def __init__(self, started: str = "1", *, embedded: bool = False) -> None:
         super().__init__(0, "http://10.0.0.1:1", cast(Any, None), timeout=5)
         self.info = EngineInfo(embedded, True, "bfloat16", 1, started)
         self.posts: list[tuple[str, dict[str, Any]]] = []
 
+    async def fetch_info(self) -> None: ...
+
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/begin_weight_update" and self.failure is not None:
+            raise self.failure
+        if path == "/begin_weight_update" and self.hangs:
+            await asyncio.Event().wait()
         self.posts.append((path, body))
         return {}
 
@@ -113,13 +125,6 @@ async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None
     assert len({body["group_name"] for _, body in engine.posts}) == 1
 
 
-def test_another_process_is_not_taken_on_trust() -> None:
-    checks, engine = WeightVerifier(), Told("1")
-    checks._proven.add(engine.identity)
-    assert not checks.needs_proof(engine)
-    assert checks.needs_proof(Told("2"))
-
-
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -143,55 +148,76 @@ async def test_garbage_of_an_engine_is_worth_another_try(
 # -- one try ----------------------------------------------------------------------------------
 
 
-def attempt(*, alone: bool = False, load_timeout: float = 5) -> UpdateAttempt:
+class Proxy:
+    """A rank's, whose pause may fail."""
+
+    failure: AnyAgentError | None = None
+
+    async def run_info(self) -> Any:
+        return SimpleNamespace(version=6)
+
+    async def pause(self, *, ttl: float) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def resume(self) -> None: ...
+
+
+class Session:
+    async def close(self) -> None: ...
+
+
+def attempt(
+    monkeypatch: pytest.MonkeyPatch, engine: Told, proxy: Proxy, load_timeout: float = 5
+) -> UpdateAttempt:
+    """One of a rank alone."""
+    monkeypatch.setattr(bucketed, "EngineClient", lambda *_, **__: engine)
+    monkeypatch.setattr(bucketed, "control_session", lambda key: Session())
+    monkeypatch.setattr(bucketed, "engine_url", lambda *_: engine.url)
     sync = BucketSync(
-        cast(Any, None), GroupTransport(timeout=5), load_timeout=load_timeout, dtype="bfloat16"
+        lambda work, timeout: asyncio.run(work),
+        GroupTransport(timeout=5),
+        load_timeout=load_timeout,
+        dtype="bfloat16",
     )
-    new = NewWeights(7, 1, cast(Any, None), cast(Any, None), cast(Any, None))
-    return UpdateAttempt(sync, cast(RankClients, None), new, alone=alone)
+    lost = EngineUnavailable("the weights cannot be read")
+    new = NewWeights(7, 1, Path("v7"), lambda: None, lambda: (_ for _ in ()).throw(lost))
+    ranks = cast(RankClients, SimpleNamespace(clients={0: proxy}))
+    return UpdateAttempt(sync, ranks, new, alone=True)
 
 
-async def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone() -> None:
+def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its pause is refused; the session that is open in the engine is not its own."""
-    engine, one = Told(), attempt()
-    one._open[0] = engine
-    one._between.add(0)
-
-    async def replaced(_: EngineClient) -> None:
-        raise Conflict("another trainer has taken over")
-
+    engine, proxy = Told(embedded=True), Proxy()
+    proxy.failure = Conflict("another trainer has taken over")
     with fails_with(Conflict, "taken over"):
-        await one._each(replaced)
-    await one._leave()
+        attempt(monkeypatch, engine, proxy).run([0])
     assert engine.posts == []
 
 
-async def test_its_own_session_is_closed() -> None:
-    engine, one = Told(), attempt()
-    one._open[0] = engine
-    await one._each(one._open_session)
-    await one._leave()
+def test_its_own_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Told(embedded=True)
+    with fails_with(EngineUnavailable, "cannot be read"):
+        attempt(monkeypatch, engine, Proxy()).run([0])
     assert engine.posts[-1][0] == "/end_weight_update"
 
 
 @pytest.mark.parametrize("error", [NotFound("it has no /begin_weight_update"), TrainingError("no")])
-async def test_what_an_engine_cannot_do_is_its_last_word(error: AnyAgentError) -> None:
-    one = attempt(alone=True)
-    one._open[0] = Told()
+def test_what_an_engine_cannot_do_is_its_last_word(
+    error: AnyAgentError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Told(embedded=True)
+    engine.failure = error
+    one = attempt(monkeypatch, engine, Proxy())
+    one.run([0])
+    assert one.refused[0].message == error.message and not one.done
 
-    async def refuse(_: EngineClient) -> None:
-        raise error
 
-    await one._each(refuse)
-    assert one.refused[0].message == error.message
-
-
-async def test_no_stage_of_an_engine_is_endless() -> None:
-    one = attempt(load_timeout=0.01)
-    one._open[0] = Told()
-
-    async def hang(_: EngineClient) -> None:
-        await asyncio.Event().wait()
-
-    await asyncio.wait_for(one._each(hang), 60)
-    assert one.why == "it does not answer" and not one._open
+def test_no_stage_of_an_engine_is_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Told(embedded=True)
+    engine.hangs = True
+    one = attempt(monkeypatch, engine, Proxy(), load_timeout=0.01)
+    one.run([0])
+    assert one.why == "it does not answer" and not one.done
