@@ -13,7 +13,6 @@ from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import (
     CALL,
-    CHAT_TOOLS,
     TOOLS,
     agent_of,
     create,
@@ -66,28 +65,6 @@ async def test_an_answer(
         "/rl/v1/set_reward", {"reward": 1, "interaction_id": answer.id}, session["api_key"]
     )
     assert response.status_code == 200, response.text
-
-
-async def test_whole_and_streamed_answers_are_one(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    key = (await proxy.open())["api_key"]
-    logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    for text in ("plain", f"First.\n{CALL}", f"{CALL}\n{CALL}", f"{CALL} then text", ""):
-        for more in ({}, logprobs):
-            answers = []
-            for stream in (False, True):
-                say(engine, chat, text)
-                answers.append(await create(proxy, key, stream=stream, tools=TOOLS, **more))
-            whole, streamed = (_comparable(answer) for answer in answers)
-            assert whole == streamed, text
-
-
-def _comparable(answer: Any) -> dict[str, Any]:
-    out: dict[str, Any] = answer.to_dict()
-    own = {"id", "call_id", "created_at"}
-    items = [{k: v for k, v in item.items() if k not in own} for item in out["output"]]
-    return {**{k: v for k, v in out.items() if k not in own}, "output": items}
 
 
 @BOTH
@@ -159,37 +136,6 @@ async def test_previous_answers_are_named_also_after_a_restart(
     assert [m["role"] for m in other.message_delta[:2]] == ["user", "assistant"]
 
 
-async def test_a_session_goes_on_from_one_api_to_the_other(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    messages: list[Any] = [{"role": "system", "content": "Be brief."}, *HELLO]
-    say(engine, chat, CALL)
-    chatted = (await proxy.complete(key, messages, tools=CHAT_TOOLS, max_tokens=99))["choices"]
-    message = chatted[0]["message"]
-    messages += [
-        message,
-        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"},
-    ]
-    say(engine, chat, "Seven.")
-    # An answer of another API can be named as well.
-    previous = (await proxy.recorded(session["session_id"]))[0].id
-    output = {"type": "function_call_output", "call_id": messages[-1]["tool_call_id"]}
-    answer = await create(
-        proxy,
-        key,
-        previous_response_id=previous,
-        input=[{**output, "output": "7"}],
-        tools=TOOLS,
-        stream=True,
-    )
-    messages += [{"role": "assistant", "content": answer.output_text}, *HELLO]
-    say(engine, chat, "Eight.")
-    await proxy.complete(key, messages, tools=CHAT_TOOLS, max_tokens=99)
-    await exact(proxy, session["session_id"])
-
-
 async def test_reasoning_comes_back(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
 ) -> None:
@@ -227,41 +173,6 @@ async def test_reasoning_comes_back(
         ]
 
 
-async def test_a_truncated_answer_is_incomplete(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    for stream in (False, True):
-        say(engine, chat, "one two three four")
-        answer = await create(proxy, session["api_key"], stream=stream, max_output_tokens=2)
-        assert answer.status == "incomplete"
-        assert answer.incomplete_details is not None
-        assert answer.incomplete_details.reason == "max_output_tokens"
-        (item,) = answer.output
-        assert item.type == "message" and item.status == "incomplete"
-        assert answer.usage is not None and answer.usage.output_tokens == 2
-    # Sent back, they are continued as they were cut.
-    items = ["Say a number.", *said_back(answer), "Go on."]
-    given = [{"role": "user", "content": i} if isinstance(i, str) else i for i in items]
-    await create(proxy, session["api_key"], input=given, max_output_tokens=2)
-    recorded = await proxy.recorded(session["session_id"])
-    assert recorded[2].parent_id in (recorded[0].id, recorded[1].id)
-
-
-async def test_formats_are_grammars(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
-    session = await proxy.open()
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "name": "number", "schema": schema, "strict": True}
-    say(engine, chat, '{"n": 3}')
-    answer = await create(proxy, session["api_key"], text={"format": wanted})
-    assert answer.output_text == '{"n": 3}'
-    assert answer.text is not None and answer.text.format is not None
-    assert answer.text.format.type == "json_schema"
-    assert engine.requests[0]["sampling_params"]["json_schema"]
-    (recorded,) = await proxy.recorded(session["session_id"])
-    assert recorded.untrainable_reason == "grammar"
-
-
 async def test_the_events_of_a_stream(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
@@ -289,20 +200,6 @@ async def test_the_events_of_a_stream(
         "output_item.done",
         "completed",
     ]
-
-
-async def test_an_engine_that_fails_ends_the_stream_as_failed(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    session = await proxy.open()
-    engine.fail("error_event", after=3)
-    async with agent_of(proxy, session["api_key"]) as agent:
-        events = await agent.responses.create(model="gpt-5", input="hi", stream=True)
-        last = [event async for event in events][-1]
-    assert last.type == "response.failed"
-    assert last.response.status == "failed" and last.response.error is not None
-    assert last.response.error.code == "server_error"
-    assert not await proxy.recorded(session["session_id"])
 
 
 async def test_every_path_and_key(proxy: Proxy) -> None:
