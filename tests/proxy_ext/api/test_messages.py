@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import prepare as begin
 from any_agent.completions.messages.parse import parse_count
-from any_agent.types import Continuation
 from proxy_ext.api import model_routes as wire
 from tests.proxy_ext.api.test_chat import say
+from tests.proxy_ext.api.test_responses import exact
 from tests.support.messages import CALL, TOOLS, agent_of, create, post, said_back
 from tests.support.proxy import HELLO, Proxy, config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
@@ -39,15 +38,6 @@ FOUND = [
 ]
 
 
-async def exact(proxy: Proxy, session_id: str) -> list[Any]:
-    """A session's interactions, each of which continues the one before."""
-    recorded = await proxy.recorded(session_id)
-    for before, after in pairwise(recorded):
-        assert after.parent_id == before.id, after.branch_reason
-        assert after.continuation is Continuation.EXACT
-    return recorded
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
@@ -70,39 +60,6 @@ async def test_an_answer(
         "/rl/v1/set_reward", {"reward": 1, "interaction_id": answer.id}, session["api_key"]
     )
     assert response.status_code == 200, response.text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_three_turns_with_a_tool_go_on_exactly(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Find it."}]
-    say(engine, chat, f"I look.\n{CALL}")
-    first = await create(proxy, key, stream=stream, messages=messages, tools=TOOLS)
-    text, use = first.content
-    assert first.stop_reason == "tool_use"
-    assert text.type == "text" and text.text == "I look."
-    assert use.type == "tool_use" and use.input == {"text": "a long text"}
-    assert use.id.startswith("toolu_")
-    result = {**RESULT, "tool_use_id": use.id}
-    messages += [said_back(first), {"role": "user", "content": [result, *_text("And now?")]}]
-    say(engine, chat, "It is there.")
-    second = await create(proxy, key, stream=stream, messages=messages, tools=TOOLS)
-    messages += [said_back(second), {"role": "user", "content": _text("Thanks.")}]
-    say(engine, chat, "Bye.")
-    await create(proxy, key, stream=stream, messages=messages, tools=TOOLS)
-    one, two, _ = await exact(proxy, session["session_id"])
-    (call,) = one.output_message["tool_calls"]
-    assert call["id"] == use.id.replace("toolu_", "call_")
-    assert two.message_delta == [
-        {"role": "tool", "tool_call_id": call["id"], "content": "it is there"},
-        {"role": "user", "content": "And now?"},
-    ]
-    prompts = [request["input_ids"] for request in engine.requests]
-    assert prompts[1][: len(prompts[0])] == prompts[0]
-    assert prompts[2][: len(prompts[1])] == prompts[1]
 
 
 def _text(text: str) -> list[dict[str, Any]]:

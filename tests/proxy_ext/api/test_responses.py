@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import (
@@ -18,9 +17,8 @@ from tests.support.openai_agent import (
     create,
     output_of,
     post,
-    said_back,
 )
-from tests.support.proxy import HELLO, Proxy, config_for, running_proxy
+from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Restart
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -68,35 +66,6 @@ async def test_an_answer(
 
 
 @BOTH
-async def test_three_turns_with_a_tool_go_on_exactly(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    items: list[Any] = [{"role": "user", "content": "Find it."}]
-    say(engine, chat, f"I look.\n{CALL}")
-    first = await create(proxy, key, stream=stream, input=items, tools=TOOLS)
-    text, call = first.output
-    assert text.type == "message" and first.output_text == "I look."
-    assert call.type == "function_call" and call.arguments == '{"text": "né"}'
-    items += [*said_back(first), output_of(call, "it is there")]
-    say(engine, chat, "It is there.")
-    second = await create(proxy, key, stream=stream, input=items, tools=TOOLS)
-    items += [*said_back(second), {"role": "user", "content": "Thanks."}]
-    say(engine, chat, "Bye.")
-    await create(proxy, key, stream=stream, input=items, tools=TOOLS)
-    one, two, _ = await exact(proxy, session["session_id"])
-    (recorded,) = one.output_message["tool_calls"]
-    assert recorded["id"] == call.call_id
-    assert two.message_delta == [
-        {"role": "tool", "tool_call_id": call.call_id, "content": "it is there"}
-    ]
-    prompts = [request["input_ids"] for request in engine.requests]
-    assert prompts[1][: len(prompts[0])] == prompts[0]
-    assert prompts[2][: len(prompts[1])] == prompts[1]
-
-
-@BOTH
 async def test_previous_answers_are_named_also_after_a_restart(
     restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool
 ) -> None:
@@ -134,43 +103,6 @@ async def test_previous_answers_are_named_also_after_a_restart(
     other = (await proxy.recorded(session["session_id"]))[-1]
     assert other.parent_id is None and other.branch_reason == "system_changed"
     assert [m["role"] for m in other.message_delta[:2]] == ["user", "assistant"]
-
-
-async def test_reasoning_comes_back(
-    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
-) -> None:
-    chat = load_chat_format(str(tiny_model_dir), enable_thinking=True)
-    async with running_proxy(config_for(tmp_path), chat, engine_url=engine.url) as proxy:
-        await proxy.admit(10)
-        session = await proxy.open()
-        key = session["api_key"]
-        items: list[Any] = [*HELLO]
-        for turn, stream in enumerate((False, True, False)):
-            say(engine, chat, f"<think>\nHm {turn}.\n</think>\n\nSeven.")
-            answer = await create(
-                proxy,
-                key,
-                stream=stream,
-                input=items,
-                store=False,
-                include=["reasoning.encrypted_content"],
-            )
-            reasoning, text = answer.output
-            assert reasoning.type == "reasoning" and reasoning.summary == []
-            assert reasoning.content is not None and reasoning.encrypted_content is not None
-            assert [part.text for part in reasoning.content] == [f"Hm {turn}."]
-            assert text.type == "message" and answer.output_text == "Seven."
-            assert answer.usage is not None
-            assert answer.usage.output_tokens_details.reasoning_tokens > 0
-            # An agent may keep what is opaque to it and throw the text away.
-            kept = said_back(answer)
-            if turn:
-                kept[0]["content"] = None
-            items += [*kept, *HELLO]
-        recorded = await exact(proxy, session["session_id"])
-        assert [i.output_message["reasoning_content"] for i in recorded] == [
-            f"Hm {turn}." for turn in range(3)
-        ]
 
 
 async def test_the_events_of_a_stream(
@@ -227,22 +159,20 @@ async def test_without_a_session(proxy: Proxy) -> None:
     assert response.json()["error"]["code"] == "no_session"
 
 
-@pytest.mark.parametrize("more", [{}, {"input": []}, {"input": ""}])
-async def test_without_an_input_it_goes_on_from_the_response(
-    proxy: Proxy, more: dict[str, Any]
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    refused = await proxy.post("/v1/responses", {"input": []}, key)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+async def test_without_an_input_it_goes_on_from_the_response(proxy: Proxy) -> None:
     limit = {"max_output_tokens": 2}
-    first = (await proxy.post("/v1/responses", {"input": "Go.", **limit}, key)).json()
-    body = {"previous_response_id": first["id"], **limit, **more}
-    second = await proxy.post("/v1/responses", body, key)
-    assert second.status_code == 200, second.text
-    one, two = await proxy.recorded(session["session_id"])
-    assert (one.id, two.id) == (first["id"], second.json()["id"])
-    assert [m["role"] for m in two.message_delta] == ["user", "assistant"]
+    for more in ({}, {"input": []}, {"input": ""}):
+        session = await proxy.open()
+        key = session["api_key"]
+        refused = await proxy.post("/v1/responses", {"input": []}, key)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        first = (await proxy.post("/v1/responses", {"input": "Go.", **limit}, key)).json()
+        body = {"previous_response_id": first["id"], **limit, **more}
+        second = await proxy.post("/v1/responses", body, key)
+        assert second.status_code == 200, second.text
+        one, two = await proxy.recorded(session["session_id"])
+        assert (one.id, two.id) == (first["id"], second.json()["id"])
+        assert [m["role"] for m in two.message_delta] == ["user", "assistant"]
 
 
 async def test_a_client_that_asks_for_a_websocket_hears_once_that_there_is_none(

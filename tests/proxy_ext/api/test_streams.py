@@ -168,7 +168,7 @@ async def test_a_long_answer_is_written_off_the_loop(
         threads.append(threading.current_thread())
         return whole(*args)
 
-    monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
+    monkeypatch.setattr(completions_asked, "MANY_ENTRIES", 8 * 4 - 1)
     monkeypatch.setattr(ChatEncoder, "whole", noted)
     later = await proxy.complete(key, **fields)
     assert later["choices"] == at_once["choices"]
