@@ -49,23 +49,6 @@ async def test_a_whole_answer(proxy: Proxy, engine: ScriptedEngine, chat: ChatFo
     assert interaction.trainable
 
 
-async def test_a_stream_is_real(proxy: Proxy, engine: ScriptedEngine) -> None:
-    """A chunk leaves while the engine still samples."""
-    session = await proxy.open()
-    event = engine.hold(3)
-    seen = False
-    body = {"messages": HELLO, "max_tokens": 8, "stream": True, "logprobs": True}
-    headers = {"Authorization": f"Bearer {session['api_key']}"}
-    url = "/v1/chat/completions"
-    async with proxy.http.stream("POST", url, json=body, headers=headers) as response:
-        async for line in response.aiter_lines():
-            if line and not seen and orjson.loads(line[6:])["choices"][0]["logprobs"]:
-                seen = True
-                assert len(engine.running) == 1
-                event.set()
-    assert seen
-
-
 async def test_every_turn_continues_its_parents_ids(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:

@@ -161,22 +161,6 @@ def merged(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [calls[k] for k in sorted(calls)]
 
 
-@BOTH
-async def test_a_custom_tool_may_be_forced(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    key = (await proxy.open())["api_key"]
-    choice = {"type": "custom", "name": "patch"}
-    forced = chat.forced_call_ids(chat.render(list(HELLO), None), "patch")
-    assert forced is not None
-    say(engine, chat, call_of(SAID).removeprefix(chat.decode(forced)))
-    answer: Any = await create(proxy, key, tools=[*TOOLS, PATCH], tool_choice=choice, stream=stream)
-    (call,) = answer.output
-    assert call.type == "custom_tool_call" and call.input == INPUT
-    assert answer.tool_choice.to_dict() == choice
-    assert ids_of(engine, -1)[-len(forced) :] == list(forced)
-
-
 async def test_a_wrong_call_of_a_custom_tool_is_named(proxy: Proxy) -> None:
     session = await proxy.open()
     call = {"id": "c", "type": "custom", "custom": {"name": "patch"}}

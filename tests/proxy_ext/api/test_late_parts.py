@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,11 +16,11 @@ from any_agent.types import Interaction
 from proxy_ext.calls.call import Call
 from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import CALL, CHAT_TOOLS, SCHEMA, TOOLS
-from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, until
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Restart
 from tests.support.scripted_engine import ScriptedEngine
 
 Events: TypeAlias = list[dict[str, Any]]
-Begin: TypeAlias = Callable[[], Awaitable[Proxy]]
 
 HM = "<think>\nHm, hm.\n</think>\n\n"
 SAID = {
@@ -65,21 +63,6 @@ def thinking(tiny_model_dir: Path) -> ChatFormat:
 @pytest.fixture
 def chat(chat: ChatFormat, thinking: ChatFormat, said: tuple[str, list[str]]) -> ChatFormat:
     return thinking if said[0].startswith(HM) else chat
-
-
-@pytest.fixture
-async def begin(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> AsyncIterator[Begin]:
-    """End the proxy that runs, if one does, and start the next one on its journal."""
-    async with AsyncExitStack() as stack:
-
-        async def again() -> Proxy:
-            await stack.aclose()
-            context = running_proxy(config_for(tmp_path), chat, engine_url=engine.url)
-            proxy = await stack.enter_async_context(context)
-            await proxy.admit(5)
-            return proxy
-
-        yield again
 
 
 class Stream:
@@ -233,7 +216,7 @@ def _check_chat(events: Events, interaction: Interaction) -> None:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.service
 async def test_a_replay(
-    begin: Begin,
+    restart: Restart,
     engine: ScriptedEngine,
     chat: ChatFormat,
     said: tuple[str, list[str]],
@@ -241,7 +224,7 @@ async def test_a_replay(
 ) -> None:
     """Of the process that recorded it, and of the next one."""
     text, kinds = said
-    proxy = await begin()
+    proxy = await restart()
     session = await proxy.open()
     asked = (RESPONSES, {**RESPONSES, **LOGPROBS}) if path == "/v1/responses" else ({},)
     later = [Stream(path, session, **fields) for fields in asked]
@@ -251,7 +234,7 @@ async def test_a_replay(
             await stream.replayed(proxy, engine)
             if not again:
                 await stream.check(proxy, await stream.events(proxy, 1), kinds, replayed=True)
-    proxy = await begin()
+    proxy = await restart()
     for stream in later:
         await stream.check(proxy, await stream.events(proxy, 1), kinds, replayed=True)
     assert len(engine.requests) == 2 * len(later)
@@ -260,7 +243,7 @@ async def test_a_replay(
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.service
 async def test_a_stream_that_goes_on(
-    begin: Begin,
+    restart: Restart,
     engine: ScriptedEngine,
     chat: ChatFormat,
     said: tuple[str, list[str]],
@@ -268,7 +251,7 @@ async def test_a_stream_that_goes_on(
 ) -> None:
     """Taken up anywhere in it."""
     text, kinds = said
-    proxy = await begin()
+    proxy = await restart()
     session = await proxy.open()
     more = LOGPROBS if path == "/v1/responses" else {}
     length = len(say(engine, chat, text))

@@ -11,7 +11,7 @@ from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, PARAMETERS, TOOLS
+from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS
 from tests.proxy_ext.test_metrics import scrape
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
@@ -156,35 +156,3 @@ async def test_a_format_with_tools_reaches_the_engine(
     response = await proxy.post("/v1/responses", body, session["api_key"])
     refusal(response, 400, "unsupported_parameter", "uniqueItems")
     assert response.json()["error"]["param"] == "text.format"
-
-
-async def test_a_format_with_tools_at_the_other_routes(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    key = (await proxy.open())["api_key"]
-    tools = [{"type": "function", "name": "find", "parameters": PARAMETERS}]
-    wanted = {"type": "json_schema", "schema": SCHEMA, "name": "a"}
-    say(engine, chat, CALL)
-    body = {"input": "hi", "text": {"format": wanted}, "tools": tools, "max_output_tokens": 200}
-    response = await proxy.post("/v1/responses", body, key)
-    assert [item["type"] for item in response.json()["output"]] == ["function_call"]
-    say(engine, chat, '{"a": 1}')
-    body = {
-        "messages": HELLO,
-        "max_tokens": 200,
-        "tools": [{"name": "find", "input_schema": PARAMETERS}],
-        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
-    }
-    response = await proxy.post("/v1/messages", body, key)
-    assert [block["type"] for block in response.json()["content"]] == ["text"]
-    one, other = (request["sampling_params"]["structural_tag"] for request in engine.requests)
-    assert one == other
-
-
-async def test_an_engine_without_such_grammars(proxy: Proxy, engine: ScriptedEngine) -> None:
-    engine.told = {"grammar_backend": "llguidance"}
-    key = (await proxy.open())["api_key"]
-    assert (await proxy.call(key, response_format=FORMAT)).status_code == 200
-    response = await proxy.call(key, tools=TOOLS, response_format=FORMAT)
-    refusal(response, 400, "unsupported_parameter", "--grammar-backend xgrammar")
-    assert response.json()["error"]["param"] == "response_format"
