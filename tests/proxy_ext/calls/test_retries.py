@@ -225,7 +225,9 @@ async def test_an_answer_that_nobody_comes_back_for_is_not_trained_on(
     assert await agent.end() == ["undelivered", None]
 
 
-async def test_nor_one_whose_session_ends_meanwhile(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_an_answer_whose_session_ends_before_a_retry_is_not_trained_on(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     agent = await agent_of(proxy, engine)
     await agent.ask(0)
     other = agent.other(max_completion_tokens=7)
