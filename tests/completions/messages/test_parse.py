@@ -193,6 +193,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"thinking": "enabled"}, "thinking must be an object"),
     ({"thinking": {}}, "thinking.type must be one of"),
+    ({"thinking": {"type": "loud"}}, "thinking.type"),
     ({"thinking": {"type": ["enabled"]}}, "thinking.type must be one of"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
     ({"thinking": {"type": "enabled", "budget_tokens": True}}, "thinking.budget_tokens must be"),

@@ -39,8 +39,10 @@ async def test_bad_requests_are_refused_by_calls_and_counts_alike(proxy: Proxy) 
         if code != "context_length_exceeded" and "max_tokens" not in fields:
             counted = await post(proxy, session["api_key"], f"{PATH}/count_tokens", **fields)
             refused(counted, 400, INVALID, code)
-    no_json = await proxy.http.post(PATH, content=b"{", headers={"x-api-key": session["api_key"]})
-    assert (no_json.status_code, no_json.json()["type"]) == (400, "error")
+    for path in (PATH, f"{PATH}/count_tokens"):
+        headers = {"x-api-key": session["api_key"]}
+        no_json = await proxy.http.post(path, content=b"{", headers=headers)
+        assert (no_json.status_code, no_json.json()["type"]) == (400, "error")
     assert await proxy.recorded(session["session_id"]) == []
 
 

@@ -65,6 +65,21 @@ async def test_an_answer(
     assert response.status_code == 200, response.text
 
 
+async def test_a_stream_comes_to_the_whole_answer_with_its_log_probabilities(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    key = (await proxy.open())["api_key"]
+    logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for text in (f"First.\n{CALL}", f"{CALL} then text"):
+        told = []
+        for stream in (False, True):
+            say(engine, chat, text)
+            answer = await create(proxy, key, stream=stream, tools=TOOLS, **logprobs)
+            items = [item.model_dump(exclude={"id", "call_id"}) for item in answer.output]
+            told.append((answer.status, answer.usage, items))
+        assert told[0] == told[1], text
+
+
 @BOTH
 async def test_previous_answers_are_named_also_after_a_restart(
     restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool

@@ -135,8 +135,9 @@ async def test_as_the_first_documents_had_it(start: Start) -> None:
 async def test_no_task_is_needed(proxy: Proxy, client: ArealClient) -> None:
     """The first session of all is called as the documents call it."""
     await client.grant_capacity()
-    opened = (await proxy.http.post("/rl/start_session")).json()
-    assert opened["session_id"] == "task-0-0"
+    for _ in range(2):
+        once = await proxy.http.post("/rl/start_session", headers={"Idempotency-Key": "once"})
+        assert once.json()["session_id"] == "task-0-0"
     # On the trainer's slots it is no member of a group, either.
     await proxy.admit(2)
     for number in (1, 2):

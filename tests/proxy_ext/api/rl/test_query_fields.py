@@ -158,6 +158,8 @@ async def test_reads_and_opens_by_get_are_as_strict(proxy: Proxy) -> None:
     ):
         response = await proxy.http.get(f"/rl/v1/{path}")
         refused(response, path.partition("?")[2].partition("=")[0])
+    no_object = await proxy.post("/rl/v1/start_session?mode=eval", b"[]")
+    assert no_object.status_code == 400
     assert not proxy.service.sessions.live
 
 
