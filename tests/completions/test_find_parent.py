@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
-from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import ParentMatch, find_parent
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import InteractionTree, strip_content
@@ -23,6 +22,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.completions.params import parse
 from tests.support.errors import fails_with
 
 SYSTEM: Message = {"role": "system", "content": "You count."}
@@ -47,7 +47,7 @@ class Talks:
     def find(
         self, messages: list[Message], tools: Any = None, *, context: int = 10_000
     ) -> ParentMatch:
-        call = _call(messages, tools)
+        call = parse(messages=messages, tools=tools)
         found = find_parent(call, self.tree, context_length=context, longest_token=10)
         if found.noted is not None:
             self.tree.seen.note(*found.noted)
@@ -88,19 +88,6 @@ class Talks:
     def parent(self, messages: list[Message], tools: Any = None) -> tuple[str | None, int]:
         found = self.find(messages, tools)
         return (found.parent.id if found.parent is not None else None), found.covered
-
-
-def _call(messages: list[Message], tools: Any) -> ChatCall:
-    gconfig = GenerationHyperparameters()
-    return ChatCall(
-        model="m",
-        messages=messages,
-        tools=tools,
-        gconfig=gconfig,
-        stream=False,
-        include_usage=False,
-        logprobs=False,
-    )
 
 
 @pytest.fixture(params=["texts", "no texts", "forgotten"])
@@ -238,14 +225,14 @@ def test_what_cannot_fit() -> None:
 
 
 BIG = "x" * 100_000
+LONG: tuple[Any, ...] = ({"a": BIG}, BIG)
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": BIG}}}]},
-        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": BIG}}]},
+        *({"tool_calls": [{**CALL, "function": {"name": "f", "arguments": a}}]} for a in LONG),
         {"tool_calls": [{**CALL, "function": {"name": BIG, "arguments": "{}"}}]},
         {"tool_calls": [{**CALL, "id": BIG}]},
         {"tool_calls": [CALL] * 2000},
@@ -268,9 +255,6 @@ def test_whatever_is_rendered_counts(more: dict[str, Any]) -> None:
     assert continued.characters > 65_536, "it is rendered anew if it cannot be continued"
     with fails_with(ContextLengthExceeded, "bytes"):
         Talks().find(messages * 40, context=200)
-
-
-def test_tools_are_rendered_too() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": BIG}}
     assert Talks().find([user("1")], [tool]).new_characters > 65_536
 

@@ -66,15 +66,6 @@ def test_a_turn_that_ended_is_not_ended_twice(more: str) -> None:
     assert made.added == more
 
 
-def test_a_root_that_is_not_the_first_says_why() -> None:
-    qwen = family("qwen3")
-    first = after(qwen.chat, "a", qwen.say("b"), "b", "ab")
-    assert (first.continuation, first.branch_reason) == (Continuation.EXACT, None)
-    for other in ("c", (5, 6)):
-        later = after(qwen.chat, "a", qwen.say("b"), "b", other)
-        assert (later.continuation, later.branch_reason) == (Continuation.ROOT, "new_conversation")
-
-
 def test_half_a_character_is_kept_as_it_was_sampled() -> None:
     qwen = family("qwen3")
     broken = qwen.encode("a") + qwen.encode("𝄞")[:1]

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, chain_keys, load_chat_format
-from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.record import InteractionTree, interaction_row
 from any_agent.types import (
@@ -22,6 +21,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.completions.params import parse
 from tests.support.families import family
 
 
@@ -31,15 +31,7 @@ def chat(tiny_model_dir: Path) -> ChatFormat:
 
 
 def find(messages: list[Message], tree: InteractionTree, chat: ChatFormat) -> Prompt:
-    call = ChatCall(
-        model="m",
-        messages=messages,
-        tools=None,
-        gconfig=GenerationHyperparameters(),
-        stream=False,
-        include_usage=False,
-        logprobs=False,
-    )
+    call = parse(messages=messages)
     found = parent_of(call, tree, chat, context_length=100_000)
     return prompt_of(call, found, tree, chat)
 
