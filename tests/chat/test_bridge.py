@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.bridge import TemplateRenderer
 from any_agent.types import Message
 from tests.support.families import Call, Family, family, names
 
@@ -77,18 +76,6 @@ def assert_as_the_template(
     return following
 
 
-@pytest.mark.parametrize(("name", "thinking"), FAMILIES)
-@pytest.mark.service
-def test_a_user_after_an_answer(name: str, thinking: bool) -> None:
-    made = family(name, thinking=thinking)
-    said = {"role": "assistant", "content": "It is 3."}
-    chat = loaded(name, thinking)
-    following = assert_as_the_template(chat, made.say("It is 3."), said, [USER], None)
-    reasoned = made.say("It is 3.", reasoning="One and two.") if made.reasons else None
-    if reasoned is not None:
-        assert chat.bridge(reasoned, [USER], None, answer=said) == following
-
-
 @pytest.mark.parametrize(("name", "thinking"), WITH_TOOLS)
 def test_results_after_calls(name: str, thinking: bool) -> None:
     made = family(name, thinking=thinking)
@@ -114,47 +101,6 @@ def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
     if not name.startswith("unknown_plain"):
         end = chat.decode(cut[: len(cut) - len(ended)])
         assert end == chat.decode(output[-1:]).replace("<|return|>", "<|end|>")
-
-
-@pytest.mark.parametrize(
-    ("name", "reasoning", "closing"),
-    [
-        ("qwen3", True, "</think><|im_end|>\n"),
-        ("qwen3_5", True, "</think><|im_end|>\n"),
-        ("glm", True, "</think><|user|>\n"),
-        ("deepseek_r1", True, "</think><｜end▁of▁sentence｜><｜User｜>"),
-        ("gpt_oss", True, "<|end|><|start|>user<|message|>"),
-    ],
-)
-def test_cut_off_reasoning_is_closed(name: str, reasoning: bool, closing: str) -> None:
-    made = family(name, thinking=True)
-    chat = loaded(name, True)
-    prompt = chat.render(START, None)
-    text = made.chat.decode(made.say("x", reasoning="Because of this."))
-    output = made.encode(text[: text.index("of this")])
-    following = chat.bridge(output, [USER], None, prompt_tail=prompt[-64:])
-    assert following is not None
-    assert chat.decode(following).startswith(closing)
-
-
-@pytest.mark.parametrize(
-    ("name", "closing"),
-    [
-        ("qwen3", "</tool_call><|im_end|>\n"),
-        ("glm", "</arg_value></tool_call><|observation|>"),
-        ("deepseek", "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"),
-        ("llama3", "<|eot_id|>"),
-        ("gpt_oss", "<|call|>"),
-    ],
-)
-def test_a_cut_off_call_is_closed(name: str, closing: str) -> None:
-    made = family(name)
-    calls = (Call("add", {"a": 123456}),)
-    text = made.chat.decode(made.say(calls=calls))
-    output = made.encode(text[: text.index("456")])
-    following = loaded(name).bridge(output, [result(0, "5")], TOOLS, answer=called(calls))
-    assert following is not None
-    assert made.chat.decode(following).startswith(closing)
 
 
 def test_an_end_that_the_template_would_not_have_written() -> None:
@@ -185,21 +131,6 @@ def test_answers_among_the_new_messages(name: str) -> None:
     new = [USER, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Hm"}]
     following = assert_as_the_template(loaded(name), made.say("It is 3."), said, new, None)
     assert "No." in made.chat.decode(following)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek", "unknown"])
-def test_the_cost_is_that_of_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: no more is encoded for a long conversation's next turn than for a short one's."""
-    made = family(name)
-    chat = made.load()
-    chat.bridge(made.say("It is 3."), [USER], TOOLS)
-    template: Any = chat.renderer._template
-    encoded: list[int] = []
-    encode = template._encode
-    monkeypatch.setattr(template, "_encode", lambda t: (encoded.append(len(t)), encode(t))[1])
-    following = chat.bridge(made.say("It is 3. " * 200), [USER], TOOLS)
-    assert following is not None
-    assert sum(encoded) <= len(chat.decode(following)) + 40
 
 
 def other(tmp: Any, template: str) -> ChatFormat:
@@ -338,13 +269,3 @@ def test_many_messages_are_bounded() -> None:
     assert chat.bridge(output, [USER] * 50, None) is not None
     mixed = [USER, {"role": "assistant", "content": "x"}] * 20
     assert chat.bridge(output, mixed, None) is None
-
-
-def test_the_roles_of_a_long_request_are_not_kept() -> None:
-    """The renderer keeps each pattern of roles that it has checked, so it refuses long ones."""
-    renderer = family("qwen3").load().renderer
-    assert isinstance(renderer, TemplateRenderer)
-    before = renderer._checks.cache_info().currsize
-    long = renderer.check_continuation(("user", "tool") * 500)
-    assert long.refusal == "too many messages at once"
-    assert renderer._checks.cache_info().currsize == before

@@ -133,7 +133,7 @@ def test_agrees_with_the_renderer_on_what_models_write(
     name: str, thinking: bool, data: st.DataObject
 ) -> None:
     made = family(name, thinking=thinking)
-    renderer = made.load(renderer=RENDERERS[name])._library_renderer
+    renderer = made.load(renderer=RENDERERS[name]).library_renderer
     meant = data.draw(answers(made))
     ids = made.say(meant.text, reasoning=meant.reasoning, calls=meant.calls)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
@@ -186,11 +186,11 @@ def test_stops_with_the_engine(name: str, data: st.DataObject) -> None:
             return
         parser.feed([i])
         matched = engine.push(i) is not None
-        assert parser._stops.matched == matched
+        assert parser.stops.matched == matched
         if matched:
             break
     _, message = parser.finish()
-    if parser._stops.matched:
+    if parser.stops.matched:
         shown = (message.content, message.reasoning_content or "")
         for s in stop:
             assert not any(s in part for part in shown)
@@ -231,7 +231,7 @@ def test_a_forced_call(name: str, thinking: bool, stop: tuple[str, ...]) -> None
     last, message = parser.finish()
     assert joined(deltas + last) == message
     (call,) = message.tool_calls
-    if not parser._stops.matched:
+    if not parser.stops.matched:
         assert json.loads(call["function"]["arguments"]) == {"n": 5}
     assert (message.content, message.reasoning_content) == ("", None)
     one_stop = made.chat.one_call_stop_ids()
