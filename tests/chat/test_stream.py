@@ -68,14 +68,6 @@ def test_text_ends_before_the_stop_string(formats: list[ChatFormat]) -> None:
         assert parser.finish()[1] == ParsedMessage("first ", "why")
 
 
-def test_white_space_at_an_answers_ends_stays(formats: list[ChatFormat]) -> None:
-    thoughts = (("", None), ("<think>why</think>\n\n", "why"))
-    texts = ("    return a + b\n", "\tx", " x \n\n", "x")
-    for chat, text, (thought, reasoning) in itertools.product(formats, texts, thoughts):
-        ids = chat.tokenizer.encode(f"{thought}{text}<|im_end|>", add_special_tokens=False)
-        assert chat.parse(ids, prompt_ids=[], tools=None) == ParsedMessage(text, reasoning)
-
-
 def test_reasoning_calls_and_text(qwen3: ChatFormat) -> None:
     text = f"<think>\nwhy\n</think>\n\nLook:\n{CALL}\n{CALL}<|im_end|>"
     ids = qwen3.tokenizer.encode(text, add_special_tokens=False)

@@ -121,32 +121,6 @@ def test_white_space_before_a_call_is_the_templates(name: str, thinking: bool) -
         assert (read.content, len(read.tool_calls)) == ("  a", 1)
 
 
-RENDERERS = {name: r for name in names() if (r := family(name).spec.renderer) != "default"}
-
-
-@pytest.mark.parametrize("name", RENDERERS)
-@THINKING
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-@pytest.mark.service
-def test_agrees_with_the_renderer_on_what_models_write(
-    name: str, thinking: bool, data: st.DataObject
-) -> None:
-    made = family(name, thinking=thinking)
-    renderer = made.load(renderer=RENDERERS[name]).library_renderer
-    meant = data.draw(answers(made))
-    ids = made.say(meant.text, reasoning=meant.reasoning, calls=meant.calls)
-    prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
-    theirs = renderer.parse_response(ids, prompt_ids=prompt, tools=TOOLS)
-    ours = made.chat.parse(ids, prompt_ids=prompt, tools=TOOLS)
-    assert ours.content == theirs.content.strip()
-    assert (ours.reasoning_content or "") == (theirs.reasoning_content or "").strip()
-    calls = [c["function"] for c in ours.tool_calls]
-    assert [(c["name"], json.loads(c["arguments"])) for c in calls] == [
-        (c.name, c.arguments) for c in theirs.tool_calls
-    ]
-
-
 @EVERY
 def test_arguments_leave_with_their_tokens(name: str) -> None:
     made = family(name)
