@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
 from any_agent.completions.prompt import ParentMatch, find_parent
 from any_agent.errors import ContextLengthExceeded
@@ -279,22 +277,3 @@ def test_what_is_remembered_changes_nothing(turns: list[tuple[int, int, bool]]) 
         plain.answer(messages, answer)
         echo = said("rewritten") if rewrite else answer
         requests.append([*messages, echo, *(user(f"{number % 3} {k}") for k in range(more))])
-
-
-def test_the_work_is_that_of_the_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    normalised: list[Any] = []
-    normalise: Callable[..., dict[str, Any]] = any_agent.chat.conversation_hash.normalise
-
-    def counted(message: Any, **options: Any) -> dict[str, Any]:
-        normalised.append(message)
-        return normalise(message, **options)
-
-    monkeypatch.setattr(any_agent.chat.conversation_hash, "normalise", counted)
-    talks = Talks()
-    messages = [SYSTEM, user("0")]
-    for turn in range(60):
-        normalised.clear()
-        talks.answer(messages, said(f"answer {turn}"))
-        # The echo, the new message, and the next answer.
-        assert len(normalised) <= (3 if turn else 6)
-        messages = [*messages, said(f"answer {turn}"), user(f"question {turn}")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -96,29 +95,6 @@ def test_a_prompt_begins_with_what_its_parent_was(
         elif kind == "u":
             echo = []
         talks.append([*messages, *echo, {"role": "user", "content": text}])
-
-
-def test_only_what_is_new_is_rendered(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered: list[list[Message]] = []
-    bridge = chat.bridge
-
-    def counted(output_ids: Any, new_messages: list[Message], *args: Any, **fields: Any) -> Any:
-        rendered.append(new_messages)
-        return bridge(output_ids, new_messages, *args, **fields)
-
-    monkeypatch.setattr(chat, "bridge", counted)
-    tree = InteractionTree()
-    messages: list[Message] = [{"role": "user", "content": "go"}]
-    for turn in range(12):
-        prompt = find(messages, tree, chat)
-        interaction = record(tree, messages, prompt, [30, chat.stop_token_ids[0]], f"n {turn}")
-        # Nothing keeps the prompt of every turn.
-        assert interaction.prompt_delta_ids.base is None
-        if turn:
-            monkeypatch.setattr(chat, "render", None)
-        messages = [*messages, interaction.output_message, {"role": "user", "content": f"{turn}"}]
-    assert [len(new) for new in rendered] == [1] * 11
-    assert len(tree.path("11")) == 12
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import orjson
 
 from any_agent.chat import ChatFormat
@@ -47,42 +45,6 @@ async def test_a_whole_answer(proxy: Proxy, engine: ScriptedEngine, chat: ChatFo
     assert interaction.output_versions.tolist() == [0] * len(ids)
     assert interaction.output_logprobs.tolist() == [-0.5 - (i % 7) / 8 for i in ids]
     assert interaction.trainable
-
-
-async def test_every_turn_continues_its_parents_ids(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    messages = list(HELLO)
-    for turn in range(4):
-        say(engine, chat, f"answer {turn}")
-        if turn % 2:
-            events, _ = await proxy.stream(session["api_key"], messages, max_tokens=30)
-            text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
-        else:
-            answer = await proxy.complete(session["api_key"], messages, max_tokens=30)
-            text = answer["choices"][0]["message"]["content"]
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
-    recorded = await proxy.recorded(session["session_id"])
-    assert [i.parent_id for i in recorded] == [None, *(i.id for i in recorded[:-1])]
-    for (before, after), parent in zip(pairwise(engine.requests), recorded, strict=False):
-        prefix = [*before["input_ids"], *parent.output_ids.tolist()]
-        assert after["input_ids"][: len(prefix)] == prefix
-        assert len(after["input_ids"]) > len(prefix)
-    # A turn stores what it adds.
-    assert sum(len(i.prompt_delta_ids) + len(i.output_ids) for i in recorded) == len(
-        engine.requests[-1]["input_ids"]
-    ) + len(recorded[-1].output_ids)
-    finalized = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
-    assert finalized.status_code == 200
-    rows = (await proxy.export(session["session_id"]))[session["session_id"]]
-    for request, interaction in zip(engine.requests, recorded, strict=True):
-        row = rows[interaction.id]
-        assert row["input_ids"] == [*request["input_ids"], *interaction.output_ids.tolist()]
-        assert sum(row["loss_mask"]) == len(interaction.output_ids)
-    concat = await proxy.export(session["session_id"], style="concat")
-    (row,) = concat[session["session_id"]].values()
-    assert sum(row["loss_mask"]) == sum(len(i.output_ids) for i in recorded)
 
 
 async def test_tokens_are_the_least_of_all_limits(start: Start, engine: ScriptedEngine) -> None:

@@ -290,19 +290,6 @@ async def test_a_call_that_has_failed_is_taken_up_by_nobody(
     assert sorted(reasons, key=str) == [None, None, "undelivered"]
 
 
-async def test_a_client_without_marks_ends_every_choice(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    agent = await agent_of(proxy, engine, n=2)
-    for _ in range(2):
-        engine.hold(3)
-    asked = agent.begin(None)
-    await until(lambda: len(engine.running) == 2)
-    await hang_up(asked)
-    await until(lambda: not engine.running and not agent.calls, "both end")
-    assert await agent.recorded() == []
-
-
 async def _answer(agent: Agent, stream: bool, count: int) -> dict[int, str]:
     if stream:
         events, ended = await stream_of(agent, count)

@@ -10,7 +10,6 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_responses import exact
-from tests.support.completions.responses import valid_events
 from tests.support.openai_agent import TOOLS, agent_of, create, post, said_back
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Restart
@@ -88,25 +87,6 @@ async def test_responses(
 
 def ids_of(engine: ScriptedEngine, k: int) -> list[int]:
     return list(engine.requests[k]["input_ids"])
-
-
-async def test_the_events_of_a_call(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
-    key = (await proxy.open())["api_key"]
-    say(engine, chat, call_of(SAID))
-    response = await post(proxy, key, tools=[PATCH], stream=True, max_output_tokens=99)
-    assert response.headers["x-any-agent-ignored"] == "tools.format"
-    events = valid_events(response.content)
-    kinds = [event["type"] for event in events]
-    head = "response.custom_tool_call_input"
-    assert kinds[2:-1] == [
-        "response.output_item.added",
-        f"{head}.delta",
-        f"{head}.done",
-        "response.output_item.done",
-    ]
-    added, delta, done, ended, last = events[2:]
-    assert (added["item"]["input"], delta["delta"], done["input"]) == ("", INPUT, INPUT)
-    assert last["response"]["output"] == [ended["item"]] and ended["item"]["input"] == INPUT
 
 
 @BOTH

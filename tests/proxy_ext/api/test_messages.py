@@ -38,30 +38,6 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    session = await proxy.open()
-    ids = say(engine, chat, "4 and 2")
-    answer = await create(proxy, session["api_key"], stream=stream, system="Be brief.")
-    assert (answer.type, answer.role, answer.model) == ("message", "assistant", "claude")
-    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "4 and 2"}]
-    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
-    prompt = engine.requests[0]["input_ids"]
-    assert prompt == chat.render([{"role": "system", "content": "Be brief."}, *HELLO], None)
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(ids))
-    (interaction,) = await proxy.recorded(session["session_id"])
-    assert interaction.id == answer.id and answer.id.startswith("msg_")
-    assert interaction.prompt_delta_ids.tolist() == prompt
-    assert interaction.output_ids.tolist() == ids
-    assert interaction.trainable
-    response = await proxy.post(
-        "/rl/v1/set_reward", {"reward": 1, "interaction_id": answer.id}, session["api_key"]
-    )
-    assert response.status_code == 200, response.text
-
-
 def _text(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
 

@@ -73,26 +73,6 @@ def test_a_route_says_what_it_takes_and_answers(route: tuple[str, str]) -> None:
             assert kind != "application/json" or content["schema"], kind
 
 
-def test_repeatable_routes_take_a_key() -> None:
-    """All that change something at an agent's or a trainer's request, polls and exports aside."""
-    without = {
-        route
-        for route, operation in OPERATIONS.items()
-        if route[0] in ("POST", "DELETE")
-        and "Idempotency-Key" not in {p["name"] for p in operation.get("parameters", ())}
-    }
-    assert without == {
-        *MODEL_CALLS,
-        # A repeated one is one more.
-        ("POST", HEARTBEAT),
-        ("POST", "/rl/v1/lease"),
-        ("POST", "/rl/v1/export_trajectories"),
-        ("POST", "/export_trajectories"),
-        # Its second one finds nothing.
-        ("DELETE", "/v1/responses/{response_id}"),
-    }
-
-
 def test_the_examples_are_good() -> None:
     schemas = SCHEMA["components"]["schemas"]
     shown = {name for name, schema in schemas.items() if "examples" in schema}

@@ -13,13 +13,10 @@ from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import (
     CALL,
     TOOLS,
-    agent_of,
     create,
-    output_of,
     post,
 )
-from tests.support.proxy import HELLO, Proxy
-from tests.support.proxy_fixtures import Restart
+from tests.support.proxy import Proxy
 from tests.support.scripted_engine import ScriptedEngine
 
 BOTH = pytest.mark.parametrize("stream", [False, True])
@@ -32,37 +29,6 @@ async def exact(proxy: Proxy, session_id: str) -> list[Any]:
         assert after.parent_id == before.id, after.branch_reason
         assert after.continuation is Continuation.EXACT
     return recorded
-
-
-@BOTH
-async def test_an_answer(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    session = await proxy.open()
-    ids = say(engine, chat, "4 and 2")
-    answer = await create(
-        proxy, session["api_key"], stream=stream, instructions="Be brief.", metadata={"a": "b"}
-    )
-    assert (answer.object, answer.status, answer.model) == ("response", "completed", "gpt-5")
-    assert (answer.error, answer.incomplete_details) == (None, None)
-    assert (answer.instructions, answer.metadata) == ("Be brief.", {"a": "b"})
-    (item,) = answer.output
-    assert item.type == "message" and item.status == "completed"
-    assert answer.output_text == "4 and 2"
-    prompt = engine.requests[0]["input_ids"]
-    assert prompt == chat.render([{"role": "system", "content": "Be brief."}, *HELLO], None)
-    assert answer.usage is not None
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(ids))
-    assert answer.usage.total_tokens == len(prompt) + len(ids)
-    (interaction,) = await proxy.recorded(session["session_id"])
-    assert interaction.id == answer.id and answer.id.startswith("resp_")
-    assert interaction.prompt_delta_ids.tolist() == prompt
-    assert interaction.output_ids.tolist() == ids
-    assert interaction.trainable
-    response = await proxy.post(
-        "/rl/v1/set_reward", {"reward": 1, "interaction_id": answer.id}, session["api_key"]
-    )
-    assert response.status_code == 200, response.text
 
 
 async def test_a_stream_comes_to_the_whole_answer_with_its_log_probabilities(
@@ -78,75 +44,6 @@ async def test_a_stream_comes_to_the_whole_answer_with_its_log_probabilities(
             items = [item.model_dump(exclude={"id", "call_id"}) for item in answer.output]
             told.append((answer.status, answer.usage, items))
         assert told[0] == told[1], text
-
-
-@BOTH
-async def test_previous_answers_are_named_also_after_a_restart(
-    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    proxy = await restart()
-    session = await proxy.open()
-    key = session["api_key"]
-    say(engine, chat, CALL)
-    first = await create(
-        proxy, key, stream=stream, input="Find it.", tools=TOOLS, instructions="Old."
-    )
-    proxy = await restart()
-    say(engine, chat, "It is there.")
-    (call,) = first.output
-    asked: dict[str, Any] = {"tools": TOOLS, "instructions": "Old."}
-    second = await create(
-        proxy,
-        key,
-        stream=stream,
-        input=[output_of(call, "there")],
-        previous_response_id=first.id,
-        **asked,
-    )
-    assert second.previous_response_id == first.id
-    say(engine, chat, "Bye.")
-    await create(proxy, key, stream=stream, previous_response_id=second.id, **asked)
-    one, two, three = await exact(proxy, session["session_id"])
-    assert (one.id, two.id) == (first.id, second.id)
-    assert two.message_delta == [
-        {"role": "tool", "tool_call_id": one.output_message["tool_calls"][0]["id"]}
-        | {"content": "there"}
-    ]
-    # Instructions are the request's own.
-    say(engine, chat, "Hm.")
-    await create(proxy, key, previous_response_id=three.id, tools=TOOLS)
-    other = (await proxy.recorded(session["session_id"]))[-1]
-    assert other.parent_id is None and other.branch_reason == "system_changed"
-    assert [m["role"] for m in other.message_delta[:2]] == ["user", "assistant"]
-
-
-async def test_the_events_of_a_stream(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    key = (await proxy.open())["api_key"]
-    say(engine, chat, f"I look.\n{CALL}")
-    asked: Any = {"model": "gpt-5", "input": "Find it.", "tools": TOOLS, "stream": True}
-    async with agent_of(proxy, key) as agent:
-        stream: Any = await agent.responses.create(**asked)
-        events = [event async for event in stream]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type.removeprefix("response.") for event in events]
-    once = [kind for k, kind in enumerate(kinds) if kinds[k - 1 : k] != [kind]]
-    assert once == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
 
 
 async def test_every_path_and_key(proxy: Proxy) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
 import openai
-import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import parsed_request as completions_asked
 from any_agent.completions.encoders.chat import ChatEncoder
 from tests.proxy_ext.api.test_chat import say
-from tests.support.proxy import HELLO, LIMIT, Proxy, until
+from tests.support.proxy import HELLO, Proxy
 from tests.support.retries import agent_of, stream_of
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -32,63 +30,6 @@ def argument_of(event: dict[str, Any]) -> str:
         for choice in event["choices"]
         for call in choice["delta"].get("tool_calls") or ()
     )
-
-
-async def test_arguments_arrive_before_the_later_tokens_exist(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    ids = say(engine, chat, CALL)
-    middle = len(ids) - 25
-    go_on = engine.hold(middle)
-    seen, whole = "", ""
-    body = {"messages": HELLO, "max_tokens": 200, "stream": True, "tools": TOOLS}
-    asked = proxy.http.stream(
-        "POST",
-        "/v1/chat/completions",
-        json=body,
-        headers={"Authorization": f"Bearer {session['api_key']}"},
-    )
-    async with asyncio.timeout(LIMIT), asked as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            whole += argument_of(orjson.loads(line.removeprefix("data: ")))
-            if not seen and "long" in whole:
-                # The engine stands before its token `middle`, and this is here.
-                assert len(engine.running) == 1 and not go_on.is_set()
-                seen = whole
-                go_on.set()
-    assert orjson.loads(whole) == orjson.loads(ARGUMENTS)
-    assert 0 < len(seen) < len(whole)
-    (interaction,) = await proxy.recorded(session["session_id"])
-    (call,) = interaction.output_message["tool_calls"]
-    assert call["function"] == {"name": "find", "arguments": whole}
-
-
-@pytest.mark.parametrize("held", [0, 9, 40])
-async def test_a_client_that_joins_amid_a_call_gets_its_arguments_once(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, held: int
-) -> None:
-    agent = await agent_of(proxy, engine, stream=True, tools=TOOLS, max_tokens=200)
-    say(engine, chat, CALL)
-    go_on = engine.hold(held)
-    await agent.leave(0)
-    await agent.vacant()
-    again = asyncio.create_task(stream_of(agent, 1))
-    await until(lambda: not agent.calls[0].vacant)
-    go_on.set()
-    events, ended = await again
-    assert ended
-    assert orjson.loads("".join(map(argument_of, events))) == orjson.loads(ARGUMENTS)
-    named = [
-        call["function"]["name"]
-        for event in events
-        for choice in event["choices"]
-        for call in choice["delta"].get("tool_calls") or ()
-        if call.get("id")
-    ]
-    assert named == ["find"]
 
 
 async def test_likeliest_tokens_are_told_whole_streamed_and_replayed(
