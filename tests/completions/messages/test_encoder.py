@@ -20,10 +20,10 @@ from tests.support.completions.messages import (
     HELLO,
     accumulated,
     answer_of,
-    events_of,
     interaction_of,
     whole_of,
 )
+from tests.support.laws.apis.given import events_of
 
 ARGUMENTS = st.sampled_from(
     [
@@ -84,8 +84,7 @@ def test_a_stream_is_its_whole_answer(steps: list[tuple[str, str]], hidden: bool
     if hidden:
         fields["thinking"] = {"type": "adaptive", "display": "omitted"}
     whole = whole_of(answer_of(**fields).whole([interaction]))
-    events = events_of(streamed(answer_of(**fields), deltas, interaction))
-    assert accumulated(events) == whole
+    assert accumulated(streamed(answer_of(**fields), deltas, interaction)) == whole
     assert any(block.type != "thinking" for block in whole.content)
     thoughts = [block for block in whole.content if block.type == "thinking"]
     assert all(bool(block.thinking) is not hidden and block.signature for block in thoughts)
@@ -138,7 +137,7 @@ def test_why_it_ended_is_told_in_anthropics_words() -> None:
         interaction = interaction_of({"content": "x"}, finish, **request)
         whole = whole_of(answer_of(stop_sequences=["a", "b"]).whole([interaction]))
         stream = streamed(answer_of(stop_sequences=["a", "b"]), [MessageDelta("x")], interaction)
-        for got in (whole, accumulated(events_of(stream))):
+        for got in (whole, accumulated(stream)):
             assert (got.stop_reason, got.stop_sequence) == (reason, sequence)
 
 
