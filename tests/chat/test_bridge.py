@@ -149,77 +149,39 @@ TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "provable"),
-    [
-        ("{% for m in messages %}" + TURN + "{% endfor %}" + ASKED, True),
-        # Trims, and puts a date.
-        (
-            "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}<|im_start|>{{ m.role }} "
-            "{{ m.content | trim }}<|im_end|>{% endfor %}" + ASKED,
-            False,
-        ),
-        (
-            "{{ strftime_now('%Y') }}{% for m in messages %}<|im_start|>{{ m.role }} "
-            "{{ m.content | trim }}<|im_end|>{% endfor %}" + ASKED,
-            True,
-        ),
-        # Numbers the turns.
-        (
-            "{% for m in messages %}{{ loop.index }}" + TURN + "{% endfor %}" + ASKED,
-            False,
-        ),
-        # Says how many messages there are.
-        (
-            "{% for m in messages %}" + TURN + "{% endfor %}{{ messages | length }}" + ASKED,
-            False,
-        ),
-        # Wants user and assistant in turn.
-        (
-            "{% set at = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}"
-            "{% if (m.role == 'user') != (at.n % 2 == 0) %}{{ raise_exception('in turn') }}"
-            "{% endif %}{% set at.n = at.n + 1 %}{% endif %}" + TURN + "{% endfor %}" + ASKED,
-            True,
-        ),
-        # Puts the system message before the last user's.
-        (
-            "{% for m in messages %}{% if m.role != 'system' %}"
-            "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}"
-            "{% endif %}" + TURN + "{% endif %}{% endfor %}" + ASKED,
-            False,
-        ),
-        # Ends only the last turn.
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
-            "{% if loop.last or m.role != 'assistant' %}<|im_end|>{% endif %}{% endfor %}" + ASKED,
-            True,
-        ),
-        # Writes another prompt than what stands there once it is answered.
-        (
-            "{% for m in messages %}" + TURN + "{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>your turn: {% endif %}",
-            False,
-        ),
-        # Keeps only the last exchange.
-        (
-            "{% for m in messages[-2:] %}" + TURN + "{% endfor %}" + ASKED,
-            False,
-        ),
-    ],
-    ids=[
-        "plain",
-        "time",
-        "trims",
-        "numbers",
-        "counts",
-        "alternates",
-        "moves the system",
-        "ends the last",
-        "another prompt",
-        "forgets",
-    ],
-)
-def test_templates_of_all_kinds(tmp_path: Any, template: str, provable: bool) -> None:
+EACH, DONE = "{% for m in messages %}", "{% endfor %}"
+TRIMMED = EACH + "<|im_start|>{{ m.role }} {{ m.content | trim }}<|im_end|>" + DONE + ASKED
+PROVABLE = {
+    "plain": EACH + TURN + DONE + ASKED,
+    "trims": "{{ strftime_now('%Y') }}" + TRIMMED,
+    "user and assistant in turn": (
+        "{% set at = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}"
+        "{% if (m.role == 'user') != (at.n % 2 == 0) %}{{ raise_exception('in turn') }}"
+        "{% endif %}{% set at.n = at.n + 1 %}{% endif %}" + TURN + DONE + ASKED
+    ),
+    "ends only the last turn": (
+        EACH + "<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% if loop.last or m.role != 'assistant' %}<|im_end|>{% endif %}" + DONE + ASKED
+    ),
+}
+UNPROVABLE = {
+    "time": "{{ strftime_now('%H:%M:%S.%f') }}" + TRIMMED,
+    "numbers the turns": EACH + "{{ loop.index }}" + TURN + DONE + ASKED,
+    "says how many there are": EACH + TURN + DONE + "{{ messages | length }}" + ASKED,
+    "moves the system message": (
+        EACH + "{% if m.role != 'system' %}"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}"
+        "{% endif %}" + TURN + "{% endif %}" + DONE + ASKED
+    ),
+    # Than what stands there once it is answered.
+    "another prompt": EACH + TURN + DONE + ASKED.replace("assistant", "your turn:"),
+    "keeps the last exchange": "{% for m in messages[-2:] %}" + TURN + DONE + ASKED,
+}
+
+
+@pytest.mark.parametrize("kind", PROVABLE | UNPROVABLE)
+def test_templates_of_all_kinds(tmp_path: Any, kind: str) -> None:
+    template, provable = (PROVABLE | UNPROVABLE)[kind], kind in PROVABLE
     chat = other(tmp_path, template)
     end = chat.stop_token_ids[0]
     output = [*chat.encode("yes", special=False), end]
