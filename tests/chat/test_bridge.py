@@ -11,7 +11,8 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.types import Message
-from tests.support.families import Call, Family, family, names
+from tests.support.chat_templates import with_template
+from tests.support.families import Call, family, names
 
 START: list[Message] = [{"role": "user", "content": "Sum 1 and 2, né?"}]
 TOOLS = [
@@ -133,18 +134,6 @@ def test_answers_among_the_new_messages(name: str) -> None:
     assert "No." in made.chat.decode(following)
 
 
-def other(tmp: Any, template: str) -> ChatFormat:
-    """A template of one's own over Qwen3's miniature vocabulary."""
-    import shutil
-
-    from any_agent.chat import load_chat_format
-
-    source: Family = family("qwen3")
-    shutil.copytree(source.model_dir, tmp / "model")
-    (tmp / "model" / "chat_template.jinja").write_text(template)
-    return load_chat_format(str(tmp / "model"), renderer="default")
-
-
 TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 
@@ -182,7 +171,7 @@ UNPROVABLE = {
 @pytest.mark.parametrize("kind", PROVABLE | UNPROVABLE)
 def test_templates_of_all_kinds(tmp_path: Any, kind: str) -> None:
     template, provable = (PROVABLE | UNPROVABLE)[kind], kind in PROVABLE
-    chat = other(tmp_path, template)
+    chat = with_template(tmp_path / "model", template, renderer="default")
     end = chat.stop_token_ids[0]
     output = [*chat.encode("yes", special=False), end]
     following = chat.bridge(output, [USER], None)
@@ -196,12 +185,13 @@ def test_templates_of_all_kinds(tmp_path: Any, kind: str) -> None:
 
 def test_messages_that_the_template_merges_are_no_bridge(tmp_path: Any) -> None:
     """Two answers in a row become one turn, which what was sampled has ended already."""
-    chat = other(
-        tmp_path,
+    chat = with_template(
+        tmp_path / "model",
         "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}"
         "<|im_start|>{{ m.role }} {% endif %}{{ m.content }}"
         "{% if loop.last or loop.nextitem.role != m.role %}<|im_end|>{% endif %}{% endfor %}"
         + ASKED,
+        renderer="default",
     )
     output = [*chat.encode("yes", special=False), chat.stop_token_ids[0]]
     assert chat.bridge(output, [{"role": "assistant", "content": "more"}, USER], None) is None

@@ -9,6 +9,7 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.errors import ConfigError, InvalidRequest, TemplateError
+from tests.support.chat_templates import model_with
 from tests.support.errors import fails_with
 
 TOOLS = [
@@ -79,7 +80,7 @@ def test_what_the_template_refuses(tiny_model_dir: Path, tmp_path: Path) -> None
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
         "{% endif %}{{ m.content }}{% endfor %}"
     )
-    chat = load_chat_format(copied_with_template(tiny_model_dir, tmp_path / "x", template))
+    chat = load_chat_format(model_with(tmp_path / "x", template, tiny_model_dir))
     assert chat.render([USER], None)
     result = {"role": "tool", "content": "x", "tool_call_id": "1"}
     with fails_with(TemplateError, "no tools here", param="messages"):
@@ -100,24 +101,12 @@ def test_loading_says_what_is_wrong(tiny_model_dir: Path, tmp_path: Path) -> Non
         load_chat_format(str(tiny_model_dir), renderer="gpt-oss")
 
 
-def copied_with_template(source: Path, target: Path, template: str | None) -> str:
-    import shutil
-
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    jinja = target / "chat_template.jinja"
-    if template is None:
-        jinja.unlink()
-    else:
-        jinja.write_text(template)
-    return str(target)
-
-
 def test_another_template_is_taken_as_it_is(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    path = copied_with_template(tiny_model_dir, tmp_path / "other", template)
+    path = model_with(tmp_path / "other", template, tiny_model_dir)
     chat = load_chat_format(path)
     assert chat.name == "default"
     assert chat.decode(chat.render([USER], None)) == "[user]x<|im_end|>[assistant]"
@@ -129,11 +118,9 @@ def test_another_template_is_taken_as_it_is(tiny_model_dir: Path, tmp_path: Path
 
 
 def test_a_template_that_cannot_be_rendered(tiny_model_dir: Path, tmp_path: Path) -> None:
-    broken = copied_with_template(
-        tiny_model_dir, tmp_path / "broken", "{{ raise_exception('no') }}"
-    )
+    broken = model_with(tmp_path / "broken", "{{ raise_exception('no') }}", tiny_model_dir)
     with fails_with(ConfigError, broken, "renderer default"):
         load_chat_format(broken, renderer="default")
-    none = copied_with_template(tiny_model_dir, tmp_path / "none", None)
+    none = model_with(tmp_path / "none", None, tiny_model_dir)
     with fails_with(ConfigError, none, "chat_template.jinja"):
         load_chat_format(none, renderer="default")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat import ChatFormat
 from any_agent.completions.legacy_prompt import (
     TextInput,
     digests,
@@ -25,6 +22,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.chat_templates import sentencepiece_like
 from tests.support.families import family
 
 ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -78,22 +76,8 @@ def test_half_a_character_is_kept_as_it_was_sampled() -> None:
 @pytest.fixture(scope="module")
 def spaced(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     """Of a tokenizer that begins every text with a space, as Llama 2's."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", *"▁abcdefghij:[]\n"])}
-    vocab |= {f"▁{c}": len(vocab) + n for n, c in enumerate("abcd")}
-    merges = [("▁", c) for c in "abcd"]
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    tokenizer.chat_template = "{% for m in messages %}a: {{ m.content }}</s>{% endfor %}b:"
-    path: Path = tmp_path_factory.mktemp("spaced")
-    tokenizer.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    return load_chat_format(str(path))
+    template = "{% for m in messages %}a: {{ m.content }}</s>{% endfor %}b:"
+    return sentencepiece_like(tmp_path_factory.mktemp("spaced"), "first", template)
 
 
 @pytest.mark.parametrize(

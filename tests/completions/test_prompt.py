@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.chat_templates import with_template
 from tests.support.completions.params import parse
 from tests.support.families import family
 
@@ -154,12 +154,12 @@ def test_a_name_of_a_returned_answer_counts_where_the_prompt_shows_it(
     tmp_path: Path, shown: bool
 ) -> None:
     """LangChain's agents give a name to their own answers when they return them."""
-    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(
+    template = (
         "{% for m in messages %}<|im_start|>{{ (m.name if names) or m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    chat = load_chat_format(str(tmp_path / "model"), renderer="default").variant({"names": shown})
+    chat = with_template(tmp_path / "model", template, renderer="default")
+    chat = chat.variant({"names": shown})
     assert bool(chat.render_key) == shown
     tree = InteractionTree()
     messages: list[Message] = [{"role": "user", "content": "go"}]

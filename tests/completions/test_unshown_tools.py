@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.format_probes import TOOLS, USER
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.errors import UnsupportedParameter
+from tests.support.chat_templates import with_template
 from tests.support.completions.params import parse
 from tests.support.errors import fails_with
 
@@ -22,11 +22,8 @@ _TEMPLATE = (
 
 
 @pytest.fixture
-def chat(tiny_model_dir: Path, tmp_path: Path) -> ChatFormat:
-    folder = tmp_path / "plain"
-    shutil.copytree(tiny_model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    return load_chat_format(str(folder), enable_thinking=None)
+def chat(tmp_path: Path) -> ChatFormat:
+    return with_template(tmp_path / "plain", _TEMPLATE, enable_thinking=None)
 
 
 def asked(chat: ChatFormat, **fields: Any) -> Prompt:

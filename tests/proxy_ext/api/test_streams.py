@@ -13,7 +13,7 @@ from any_agent.completions import parsed_request as completions_asked
 from any_agent.completions.encoders.chat import ChatEncoder
 from tests.proxy_ext.api.test_chat import say
 from tests.support.proxy import HELLO, Proxy
-from tests.support.retries import agent_of, stream_of
+from tests.support.retries import left_with_an_answer, stream_of
 from tests.support.scripted_engine import ScriptedEngine
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -35,12 +35,9 @@ def argument_of(event: dict[str, Any]) -> str:
 async def test_likeliest_tokens_are_told_whole_streamed_and_replayed(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    agent = await agent_of(proxy, engine, stream=True, logprobs=True, top_logprobs=3, max_tokens=5)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(
+        proxy, engine, stream=True, logprobs=True, top_logprobs=3, max_tokens=5
+    )
     events, _ = await stream_of(agent, 1)
     told = [
         entry

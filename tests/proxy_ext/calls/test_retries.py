@@ -12,15 +12,20 @@ import pytest
 from proxy_ext.calls import retries
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
-from tests.support.retries import agent_of, hang_up, stream_of, text_of, tokens_of
+from tests.support.retries import (
+    agent_of,
+    hang_up,
+    left,
+    left_with_an_answer,
+    stream_of,
+    text_of,
+    tokens_of,
+)
 from tests.support.scripted_engine import ScriptedEngine
 
 
 async def test_a_retry_joins_the_call_in_flight(proxy: Proxy, engine: ScriptedEngine) -> None:
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
+    agent, go_on = await left(proxy, engine)
     again = agent.begin(1)
     await until(lambda: not agent.calls[0].vacant, "it is taken up")
     go_on.set()
@@ -36,12 +41,7 @@ async def test_a_retry_joins_the_call_in_flight(proxy: Proxy, engine: ScriptedEn
 async def test_a_recorded_answer_is_replayed_as_it_was(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    agent = await agent_of(proxy, engine, logprobs=True, temperature=0.5)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(proxy, engine, logprobs=True, temperature=0.5)
     answer = await agent.ask(2)
     assert len(engine.requests) == 1
     (recorded,) = await agent.recorded()
@@ -145,10 +145,7 @@ async def test_the_oldest_is_taken_up_first_and_each_once(
 
 
 async def test_a_retry_that_leaves_too_is_retried(proxy: Proxy, engine: ScriptedEngine) -> None:
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
+    agent, go_on = await left(proxy, engine)
     again = agent.begin(1)
     await until(lambda: not agent.calls[0].vacant)
     await hang_up(again)
@@ -215,10 +212,7 @@ async def test_an_answer_that_nobody_comes_back_for_is_not_trained_on(
 ) -> None:
     proxy = await start("server.retry_grace=3")
     await proxy.admit(5)
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
+    agent, go_on = await left(proxy, engine)
     go_on.set()
     await until(lambda: not agent.calls)
     assert (await agent.ask(1)).status_code == 200
@@ -249,12 +243,7 @@ async def test_an_answer_that_was_continued_was_received(
 ) -> None:
     proxy = await start("server.retry_grace=3")
     await proxy.admit(5)
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(proxy, engine)
     (recorded,) = await agent.recorded()
     messages = [*HELLO, recorded.output_message, {"role": "user", "content": "And?"}]
     await proxy.complete(agent.key, messages)
