@@ -105,6 +105,8 @@ CASES = [
     ("llama-3", 'See {"name": "add", "parameters": {}}', 'See {"name": "add", "parameters": {}}',
      []),
     ("gpt-oss", "no header", "no header", []),
+    ("gpt-oss", "<|channel|>final<|end|>more", "<|channel|>finalmore", []),
+    ("qwen3", "<tool_call></tool_call>", "<tool_call></tool_call>", []),
     ("gpt-oss", "<|channel|>commentary to=add <|message|>{}<|call|>", "", [("add", "{}")]),
     ("gpt-oss", "<|channel|>commentary to=browser.open <|message|>x<|end|>", "x", []),
     ("gpt-oss", "<|channel|>final", "<|channel|>final", []),

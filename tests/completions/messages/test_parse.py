@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 import pytest
 
 from any_agent.completions.messages.input_messages import Definitions, conversation_of
@@ -212,17 +211,6 @@ def test_what_is_refused_is_named() -> None:
                 parse(**fields)
 
 
-def test_what_has_no_effect_is_recorded() -> None:
-    fields: dict[str, Any] = {
-        "metadata": {"user_id": "u"},
-        "service_tier": "auto",
-        "cache_control": {"type": "ephemeral"},
-        "context_management": {"edits": []},
-    }
-    recorded = parse(**fields).chat.recorded
-    assert recorded["metadata"] == {"user_id": "u"} and recorded["service_tier"] == "auto"
-
-
 def test_thinking_becomes_the_templates_setting() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str | None, bool]] = [
         ({}, {}, None, False),
@@ -243,21 +231,6 @@ def test_a_template_without_a_switch_gets_an_effort_only() -> None:
     assert (chat.template_kwargs, chat.reasoning_effort) == ({}, "none")
     chat = parse(known=frozenset(), thinking={"type": "enabled", "budget_tokens": 2048}).chat
     assert (chat.template_kwargs, chat.reasoning_effort) == ({}, None)
-
-
-def test_a_given_format_becomes_a_grammar_which_trains_nothing() -> None:
-    for fields in ({"output_config": {"format": FORMAT}}, {"output_format": FORMAT}):
-        chat = parse(**fields).chat
-        assert orjson.loads(chat.gconfig.grammar or "") == {"json_schema": SCHEMA}
-        assert chat.untrainable == "grammar"
-
-
-def test_in_train_sessions_the_runs_sampling_holds() -> None:
-    chat = parse("train", temperature=0, top_p=0.5, top_k=3, max_tokens=1_000_000).chat
-    assert (chat.gconfig.temperature, chat.gconfig.top_p) == (1.0, 1.0)
-    assert chat.gconfig.max_new_tokens == 100
-    assert {"temperature", "top_p", "top_k", "max_tokens"} <= chat.overrides.keys()
-    assert chat.id_prefix == "msg_"
 
 
 def test_a_count_need_not_say_how_much() -> None:

@@ -58,6 +58,11 @@ def test_whatever_is_shown_is_short() -> None:
         assert shown(value) == text
 
 
+def test_a_bound_is_told() -> None:
+    with fails_with(InvalidRequest, "at least 1", param="x"):
+        check(0, {"type": "integer", "minimum": 1}, "x")
+
+
 def test_json_is_bounded_and_valid_unicode() -> None:
     assert json_text({"a": [1]}, "x", longest=9) == '{"a":[1]}'
     with fails_with(InvalidRequest, "9 bytes", "more than 8"):

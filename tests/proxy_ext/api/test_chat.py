@@ -47,17 +47,6 @@ async def test_a_whole_answer(proxy: Proxy, engine: ScriptedEngine, chat: ChatFo
     assert interaction.trainable
 
 
-async def test_tokens_are_the_least_of_all_limits(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("sampling.max_new_tokens=20", "engine.context_length=40")
-    session = await proxy.open(mode="eval")
-    for asked in (5, 30):
-        await proxy.complete(session["api_key"], max_tokens=asked)
-    await proxy.complete(session["api_key"], max_tokens=30, max_completion_tokens=3)
-    prompt = len(engine.requests[0]["input_ids"])
-    got = [r["sampling_params"]["max_new_tokens"] for r in engine.requests]
-    assert got == [5, min(20, 40 - prompt), 3]
-
-
 async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start) -> None:
     proxy = await start("sampling.max_new_tokens=20")
     await proxy.admit(10)

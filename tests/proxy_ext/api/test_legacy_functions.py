@@ -114,18 +114,6 @@ async def test_unknown_parameters_may_be_refused(start: Start) -> None:
     assert len(await proxy.recorded(session["session_id"])) == 1
 
 
-async def test_a_switch_at_the_top_level(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    await proxy.complete(session["api_key"], enable_thinking=True)
-    prompt = chat.variant({"enable_thinking": True}).render(list(HELLO), None)
-    assert engine.requests[-1]["input_ids"] == prompt
-    (interaction,) = await proxy.recorded(session["session_id"])
-    kept = {"enable_thinking": True}
-    assert interaction.request["recorded"] == {"chat_template_kwargs": kept}
-
-
 async def test_a_format_with_tools_reaches_the_engine(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.completions import prepare as begin
-from any_agent.completions.messages.parse import parse_count
-from proxy_ext.api import model_routes as wire
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_responses import exact
 from tests.support.messages import CALL, TOOLS, agent_of, create, post, said_back
@@ -94,20 +90,6 @@ async def test_every_path_and_key(proxy: Proxy) -> None:
     assert len(await proxy.recorded(session["session_id"])) == 7
 
 
-async def test_claude_codes_billing_line_does_not_break_a_conversation(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    messages: list[Any] = list(HELLO)
-    for k in range(3):
-        billing = f"x-anthropic-billing-header: cc_version=2.1; cch=00{k};"
-        system = [{"type": "text", "text": billing}, {"type": "text", "text": "Be brief."}]
-        say(engine, chat, "yes")
-        answer = await create(proxy, session["api_key"], system=system, messages=messages)
-        messages += [said_back(answer), *HELLO]
-    await exact(proxy, session["session_id"])
-
-
 async def test_counted_tokens_are_those_of_the_call(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
@@ -158,25 +140,3 @@ async def test_counted_tokens_are_those_of_the_call(
     response = await post(proxy, session["api_key"], "/messages/count_tokens", messages=long)
     assert response.status_code == 200, response.text
     assert response.json()["input_tokens"] > engine.context_length
-
-
-async def test_a_long_count_is_read_off_the_loop(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = (await proxy.open())["api_key"]
-    threads: list[threading.Thread] = []
-
-    def noted(*args: Any, **fields: Any) -> Any:
-        threads.append(threading.current_thread())
-        return parse_count(*args, **fields)
-
-    monkeypatch.setattr(wire, "parse_count", noted)
-    path = "/v1/messages/count_tokens"
-    short = await post(proxy, key, path)
-    monkeypatch.setattr(begin, "LONG_WHOLE", 100)
-    long = [{"type": "text", "text": text} for text in ("Say ", "a ", "number.")]
-    counted = await post(proxy, key, path, messages=[{"role": "user", "content": long}])
-    assert counted.json() == short.json()
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
-    refused = await post(proxy, key, path, messages=[{"role": "user", "content": [3] * 100}])
-    assert refused.status_code == 400, refused.text

@@ -64,13 +64,6 @@ async def test_every_path_and_key(proxy: Proxy) -> None:
     assert response.status_code == 200
 
 
-async def test_without_a_session(proxy: Proxy) -> None:
-    """In inference alone: there is nothing to go on from."""
-    response = await post(proxy, None)
-    assert response.status_code == 401
-    assert response.json()["error"]["code"] == "no_session"
-
-
 async def test_without_an_input_it_goes_on_from_the_response(proxy: Proxy) -> None:
     limit = {"max_output_tokens": 2}
     for more in ({}, {"input": []}, {"input": ""}):

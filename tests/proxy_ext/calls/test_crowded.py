@@ -199,20 +199,6 @@ def test_a_call_of_many_choices_is_taken_alone() -> None:
     slots.acquire(ALICE)
 
 
-async def test_an_engine_that_refuses_or_is_away(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("engine.update_wait=0.2")
-    key = (await proxy.open(mode="eval"))["api_key"]
-    engine.fail("status", status=503)
-    turned_away(await proxy.call(key), 503, "engine_unavailable")
-    await proxy.http.post("/rl/v1/pause", json={"ttl": 30})
-    turned_away(await proxy.call(key), 503, "engine_unavailable")
-    await proxy.http.post("/rl/v1/resume", json={})
-    await proxy.complete(key)
-    await engine.die()
-    turned_away(await proxy.call(key), 503, "engine_unavailable")
-    turned_away(await proxy.http.get("/readyz"), 503, "engine_unavailable")
-
-
 # -- opens -----------------------------------------------------------------------------------------
 
 
