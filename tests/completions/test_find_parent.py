@@ -13,15 +13,12 @@ from any_agent.completions.prompt import ParentMatch, find_parent
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
     Interaction,
     Message,
-    id_array,
-    logprob_array,
 )
 from tests.support.completions.params import parse
 from tests.support.errors import fails_with
+from tests.support.records import make_interaction
 
 SYSTEM: Message = {"role": "system", "content": "You count."}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -57,20 +54,11 @@ class Talks:
         """Record an answer to a request."""
         found = self.find(messages, tools)
         # As if whatever has a parent could be continued exactly.
-        parent = found.parent.id if found.parent is not None else None
-        interaction = Interaction(
-            id=str(len(self.tree)),
-            session_id="s",
-            parent_id=parent,
-            prompt_delta_ids=id_array([1]),
-            output_ids=id_array([2]),
-            output_logprobs=logprob_array([-1.0]),
-            output_versions=id_array([0]),
+        interaction = make_interaction(
+            str(len(self.tree)),
+            found.parent.id if found.parent is not None else None,
             message_delta=messages[found.covered :],
             output_message=answer,
-            finish_reason=fields.pop("finish_reason", "stop"),
-            gconfig=GenerationHyperparameters(),
-            continuation=Continuation.EXACT if parent else Continuation.ROOT,
             **fields,
         )
         (key,) = chain_keys([answer], tools, start=found.key)

@@ -17,13 +17,11 @@ from any_agent.completions.prompt import Prompt
 from any_agent.record import InteractionTree
 from any_agent.types import (
     Continuation,
-    GenerationHyperparameters,
-    Interaction,
     id_array,
-    logprob_array,
 )
 from tests.support.chat_templates import sentencepiece_like
 from tests.support.families import family
+from tests.support.records import make_interaction
 
 ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -35,18 +33,13 @@ def after(
     tree = InteractionTree()
     first = text_prompt_of(prompt, find_text_past(prompt, tree, chat, 1000), tree, chat)
     kept = digests(prompt, np.concatenate([first.ids, id_array(output)]), says)
-    interaction = Interaction(
-        id="i",
-        session_id="s",
-        parent_id=None,
-        prompt_delta_ids=first.ids,
-        output_ids=id_array(output),
-        output_logprobs=logprob_array([-1.0] * len(output)),
-        output_versions=id_array([0] * len(output)),
+    said = {"role": "completion", "content": says}
+    interaction = make_interaction(
+        "i",
+        prompt=first.ids,
+        output=output,
         message_delta=[],
-        output_message={"role": "completion", "content": says},
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
+        output_message=said,
         request={"text": kept},
     )
     tree.add(interaction, text_key(kept))

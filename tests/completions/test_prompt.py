@@ -13,15 +13,13 @@ from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.record import InteractionTree, interaction_row
 from any_agent.types import (
     Continuation,
-    GenerationHyperparameters,
     Interaction,
     Message,
-    id_array,
-    logprob_array,
 )
 from tests.support.chat_templates import with_template
 from tests.support.completions.params import parse
 from tests.support.families import family
+from tests.support.records import make_interaction
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +37,13 @@ def record(
     tree: InteractionTree, messages: list[Message], prompt: Prompt, output: list[int], text: str
 ) -> Interaction:
     answer = {"role": "assistant", "content": text}
-    interaction = Interaction(
-        id=str(len(tree)),
-        session_id="s",
-        parent_id=prompt.parent_id,
-        prompt_delta_ids=prompt.ids[prompt.inherited :].copy(),
-        output_ids=id_array(output),
-        output_logprobs=logprob_array([-1.0] * len(output)),
-        output_versions=id_array([0] * len(output)),
+    interaction = make_interaction(
+        str(len(tree)),
+        prompt.parent_id,
+        prompt=prompt.ids[prompt.inherited :],
+        output=output,
         message_delta=messages[prompt.covered :],
         output_message=answer,
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
         continuation=prompt.continuation,
         branch_reason=prompt.branch_reason,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from any_agent.completions.responses.history import ItemHistory, messages_before, parted
@@ -14,13 +13,11 @@ from any_agent.completions.responses.stored_response import answer_of, deleted_r
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, UnsupportedParameter
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
     Interaction,
     Message,
-    logprob_array,
 )
 from tests.support.errors import fails_with
+from tests.support.records import make_interaction
 
 HEX = "0123456789abcdef" * 2
 ID = f"resp_{HEX}"
@@ -47,23 +44,13 @@ def recorded(
     instructed: int = 0,
     **out: Any,
 ) -> Interaction:
-    return Interaction(
-        id=id,
-        session_id="s",
-        parent_id=parent,
-        prompt_delta_ids=np.array([1, 2], dtype=np.int32),
-        output_ids=np.array([3], dtype=np.int32),
-        output_logprobs=logprob_array([-0.5]),
-        output_versions=np.array([0], dtype=np.int32),
+    return make_interaction(
+        id,
+        parent,
+        output=(3,),
         message_delta=[USER] if delta is None else delta,
         output_message={"role": "assistant", "content": "a", **out},
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
         model="m",
-        tools=None,
-        continuation=Continuation.EXACT if parent else Continuation.ROOT,
-        branch_reason=None,
-        untrainable_reason=None,
         request={"responses": {"instructions": instructed} if instructed else {}},
         created_at=1.0,
     )

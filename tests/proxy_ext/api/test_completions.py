@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Restart
 from tests.support.retries import hang_up
@@ -245,32 +243,3 @@ async def test_refused_requests_name_their_parameter(proxy: Proxy, session: dict
         response = await ask(proxy, key, prompt, **fields)
         refusal(response, 400, code, says)
     assert await proxy.recorded(session["session_id"]) == []
-
-
-@pytest.fixture
-async def sdk(session: dict[str, Any]) -> AsyncIterator[openai.AsyncOpenAI]:
-    key, url = session["api_key"], session["base_url"]
-    async with openai.AsyncOpenAI(api_key=key, base_url=url, max_retries=0) as sdk:
-        yield sdk
-
-
-async def test_openais_sdk_gets_whole_answers_and_streams(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, sdk: openai.AsyncOpenAI
-) -> None:
-    say(engine, chat, " 2")
-    whole = await sdk.completions.create(model="m", prompt="1 and", logprobs=1)
-    assert whole.choices[0].text == " 2"
-    assert whole.choices[0].logprobs is not None
-    assert whole.choices[0].logprobs.text_offset is not None
-    say(engine, chat, " 3")
-    parts = [
-        chunk.choices[0].text
-        async for chunk in await sdk.completions.create(model="m", prompt="1 and", stream=True)
-    ]
-    assert "".join(parts) == " 3"
-    with pytest.raises(openai.BadRequestError):
-        await sdk.completions.create(model="m", prompt="1 and", suffix="!")
-    engine.fail("error_event", after=2)
-    with fails_with(openai.APIError, "engine"):
-        async for _ in await sdk.completions.create(model="m", prompt="1 and", stream=True):
-            pass

@@ -30,7 +30,7 @@ SAID = orjson.dumps({"input": INPUT}).decode().replace("né", "n\\u00e9").replac
 
 
 @BOTH
-async def test_responses(
+async def test_calls_of_custom_tools_go_on_exactly_in_responses(
     restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool
 ) -> None:
     proxy = await restart()
@@ -90,7 +90,9 @@ def ids_of(engine: ScriptedEngine, k: int) -> list[int]:
 
 
 @BOTH
-async def test_chat(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool) -> None:
+async def test_calls_of_custom_tools_go_on_exactly_in_chats(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
+) -> None:
     session = await proxy.open()
     key = session["api_key"]
     custom = {"name": "patch", "format": {"type": "grammar", "grammar": GRAMMAR}}

@@ -35,14 +35,6 @@ async def sdk(proxy: Proxy, sent: list[str]) -> AsyncIterator[openai.AsyncOpenAI
         yield client
 
 
-async def test_the_sdks_stream_helper_finds_the_cut(sdk: openai.AsyncOpenAI) -> None:
-    async with sdk.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=4) as stream:
-        async for _ in stream:
-            pass
-        with pytest.raises(openai.LengthFinishReasonError):
-            await stream.get_final_completion()
-
-
 async def test_errors_come_as_their_classes_and_are_not_retried(
     sdk: openai.AsyncOpenAI, proxy: Proxy, sent: list[str]
 ) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import openai
 import pytest
 
-from any_agent.chat import ChatFormat
 from any_agent.completions import parsed_request as completions_asked
 from any_agent.completions.encoders.chat import ChatEncoder
-from tests.proxy_ext.api.test_chat import say
-from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy import Proxy
 from tests.support.retries import left_with_an_answer, stream_of
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -75,31 +72,3 @@ async def test_a_long_answer_is_written_off_the_loop(
     assert later["choices"] == at_once["choices"]
     await proxy.complete(key, max_tokens=7, **fields)
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
-
-
-async def test_openais_stream_helper_puts_a_call_together(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    say(engine, chat, CALL)
-    messages: Any = HELLO
-    parameters = {**PARAMETERS, "required": ["text"], "additionalProperties": False}
-    strict = {"name": "find", "parameters": parameters, "strict": True}
-    tools: Any = [{"type": "function", "function": strict}]
-    async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as sdk:
-        deltas: list[str] = []
-        async with sdk.chat.completions.stream(
-            model="m", messages=messages, tools=tools, max_tokens=200
-        ) as stream:
-            deltas += [
-                event.arguments_delta
-                async for event in stream
-                if event.type == "tool_calls.function.arguments.delta"
-            ]
-            final = await stream.get_final_completion()
-    assert len(deltas) > 5
-    assert "".join(deltas) == ARGUMENTS
-    (call,) = final.choices[0].message.tool_calls or ()
-    assert (call.function.name, call.function.arguments) == ("find", ARGUMENTS)
-    assert final.choices[0].finish_reason == "tool_calls"
-    assert final.system_fingerprint == "v0"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-import openai
 import orjson
 import pytest
 
@@ -249,48 +247,3 @@ async def test_an_answer_that_was_continued_was_received(
     await proxy.complete(agent.key, messages)
     await until(lambda: not agent.calls)
     assert await agent.end() == [None, None]
-
-
-# -- as OpenAI's SDK does it ------------------------------------------------------------------
-
-
-def sdk_of(proxy: Proxy, session: dict[str, Any], **options: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(api_key=session["api_key"], base_url=f"{proxy.url}/v1", **options)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_openais_sdk_after_a_time_out(
-    proxy: Proxy, engine: ScriptedEngine, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Once it has the head of a stream, the SDK does not repeat the call.
-    monkeypatch.setattr("proxy_ext.web.exchange.HOLD_SECONDS", 60.0)
-    session = await proxy.open()
-    at_once = 0 if stream else 3
-    go_on = engine.hold(at_once)
-    live = proxy.service.sessions.live[session["session_id"]]
-
-    def taken_up() -> bool:
-        return any(call.mark is not None and call.mark.retry_count >= 1 for call in live.calls)
-
-    async with sdk_of(proxy, session, timeout=2.0, max_retries=8) as sdk:
-
-        async def ask() -> tuple[str, str]:
-            messages: Any = HELLO
-            if not stream:
-                done = await sdk.chat.completions.create(model="m", messages=messages, max_tokens=8)
-                return done.id, done.choices[0].message.content or ""
-            parts, id = [], ""
-            async for chunk in await sdk.chat.completions.create(
-                model="m", messages=messages, max_tokens=8, stream=True
-            ):
-                id = chunk.id
-                parts += [choice.delta.content or "" for choice in chunk.choices]
-            return id, "".join(parts)
-
-        asked = asyncio.create_task(ask())
-        await until(taken_up, "the SDK's retry takes the call up")
-        go_on.set()
-        id, text = await asked
-    assert len(engine.requests) == 1
-    (recorded,) = await proxy.recorded(session["session_id"])
-    assert (id, text) == (recorded.id, recorded.output_message["content"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import orjson
 from anthropic.types import Message
 from pydantic import TypeAdapter
@@ -16,6 +15,7 @@ from any_agent.completions.params.call import ParseSettings
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 from tests.support.laws.apis import messages
 from tests.support.laws.apis.given import events_of
+from tests.support.records import make_interaction
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
 EVAL = SessionMode.EVAL
@@ -37,15 +37,10 @@ def answer_of(**fields: Any) -> MessagesEncoder:
 
 
 def interaction_of(message: dict[str, Any], finish: str = "stop", **request: Any) -> Interaction:
-    return Interaction(
-        id="msg_1",
-        session_id="s",
-        parent_id=None,
-        prompt_delta_ids=np.zeros(7, np.int32),
-        output_ids=np.zeros(3, np.int32),
-        output_logprobs=np.zeros(3, np.float32),
-        output_versions=np.zeros(3, np.int32),
-        message_delta=[],
+    return make_interaction(
+        "msg_1",
+        prompt=[0] * 7,
+        output=[0] * 3,
         output_message={"role": "assistant", **message},
         finish_reason=finish,
         gconfig=RUN,
