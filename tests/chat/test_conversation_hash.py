@@ -97,7 +97,7 @@ def test_another_conversation_has_another_key() -> None:
         assert chain_keys([a], None) != chain_keys([b], None)
 
 
-def test_tools_and_order_count() -> None:
+def test_tools_and_order_make_another_conversation() -> None:
     a, b = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
     assert chain_keys([a, b], None)[-1] != chain_keys([b, a], None)[-1]
     assert chain_keys([a], None) != chain_keys([a], [{"type": "function"}])

@@ -38,6 +38,8 @@ def test_one_that_calls_what_it_is_told_of_in_words() -> None:
         ),
     ],
 )
-def test_templates(tmp_path: Path, before: str, showing: ToolVisibility) -> None:
+def test_whether_a_template_tells_a_model_of_tools(
+    tmp_path: Path, before: str, showing: ToolVisibility
+) -> None:
     chat = with_template(tmp_path / "m", before + _PLAIN, enable_thinking=None)
     assert tool_visibility(chat) == showing

@@ -147,7 +147,7 @@ def test_arguments_leave_with_their_tokens(name: str) -> None:
 @EVERY
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_stops_with_the_engine(name: str, data: st.DataObject) -> None:
+def test_text_ends_where_the_engines_stop_string_does(name: str, data: st.DataObject) -> None:
     """The token that completes a stop string is the engine's, and no text from there on leaves."""
     made = family(name)
     fragments = st.sampled_from(SOUP + tuple(made.chat.grammar.marks))

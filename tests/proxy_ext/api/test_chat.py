@@ -1,4 +1,4 @@
-"""Chat calls over HTTP: answers, records, exact continuation, parameters."""
+"""Chat calls over HTTP: a whole answer, limits, ways to name the session, the listed model."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ async def test_an_unknown_parameter_stops_no_agent(
     assert now("any_agent_ignored_parameters_total", parameter="beam_width") == 1
 
 
-async def test_so_many_names_are_told_apart(proxy: Proxy) -> None:
+async def test_metrics_tell_a_bounded_number_of_unknown_parameters_apart(proxy: Proxy) -> None:
     key = (await proxy.open(mode="eval"))["api_key"]
     for k in range(0, 60, 20):
         await proxy.complete(key, **{f"p{n}": 1 for n in range(k, k + 20)})

@@ -1,4 +1,4 @@
-"""`/v1/messages` by Anthropic's SDK: answers, records, exact continuation, also across APIs."""
+"""`/v1/messages` by Anthropic's SDK: thinking, paths, counted tokens."""
 
 from __future__ import annotations
 

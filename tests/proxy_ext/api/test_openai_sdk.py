@@ -1,4 +1,4 @@
-"""The real OpenAI SDK against the proxy: whole, streaming, errors, retries."""
+"""The real OpenAI SDK against the proxy: errors and retries."""
 
 from __future__ import annotations
 

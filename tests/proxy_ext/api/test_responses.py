@@ -1,4 +1,4 @@
-"""`/v1/responses` by OpenAI's SDK: answers, records, exact continuation, also across APIs."""
+"""`/v1/responses` by OpenAI's SDK: streams, paths, what goes on from an answer."""
 
 from __future__ import annotations
 

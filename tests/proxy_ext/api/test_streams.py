@@ -1,4 +1,4 @@
-"""Streams leave with their tokens: text, reasoning, arguments of calls; errors amid them."""
+"""Likeliest tokens of whole answers, streams and replays; a streamed call, for other tests."""
 
 from __future__ import annotations
 
