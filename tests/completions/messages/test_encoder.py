@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import chain_keys
-from any_agent.chat.output.message import MessageBuilder, MessageDelta, ToolCallIds
+from any_agent.chat.output.message import MessageBuilder, MessageDelta, ToolCallIds, merge_deltas
 from any_agent.completions.call_types import Delta
 from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.input_messages import Definitions, conversation_of
@@ -104,6 +104,18 @@ def test_what_comes_back_is_what_was_recorded(steps: list[tuple[str, str]]) -> N
     assert [call["id"] for call in said.get("tool_calls", ())] == [
         call["id"] for call in recorded.get("tool_calls", ())
     ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS)
+def test_a_client_that_joins_late_gets_the_same_in_the_usual_order(
+    steps: list[tuple[str, str]],
+) -> None:
+    deltas, interaction = built(steps)
+    if interaction.request:
+        return
+    stream = streamed(answer_of(), [merge_deltas(deltas)], interaction)
+    assert accumulated(stream) == whole_of(answer_of().whole([interaction]))
 
 
 def test_the_blocks_of_an_answer() -> None:

@@ -283,8 +283,14 @@ async def test_an_empty_episode_is_thrown_away(proxy: Proxy, client: ArealClient
     assert session.state is SessionState.ABORTED
 
 
-async def test_an_end_whose_answer_was_lost_is_told_again(client: ArealClient) -> None:
+async def test_an_end_whose_answer_was_lost_is_told_again(
+    proxy: Proxy, client: ArealClient
+) -> None:
     episode = await rewarded(client)
+    for _ in range(2):
+        once = {"Idempotency-Key": "reward"}
+        given = await proxy.post("/rl/set_reward", {"reward": 1.0}, episode.api_key, **once)
+        assert given.json() == {"message": "success"}
     for _ in range(3):
         assert await episode.end() == {"message": "success", "interaction_count": 1}
     with refused(410, "session_closed"):

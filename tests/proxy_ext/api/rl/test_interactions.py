@@ -9,6 +9,7 @@ import pytest
 
 from proxy_ext.api.rl import interactions
 from tests.proxy_ext.sessions.test_content import talk
+from tests.proxy_ext.test_tenants import ADMIN, Tenants
 from tests.support.archives import archive_now
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
@@ -113,3 +114,20 @@ async def test_what_is_archived_is_said_to_be(start: Start) -> None:
     assert await archive_now(proxy) == 1
     response = await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}/interactions")
     assert (response.status_code, response.json()["error"]["code"]) == (409, "content_not_stored")
+
+
+async def test_a_sessions_calls_are_its_tenants_alone(start: Start) -> None:
+    proxy = await start(ADMIN, "server.ranks=1")
+    tenants = Tenants(proxy)
+    alice, bob = tenants.key("alice"), tenants.key("bob")
+    session = (await tenants.open(alice)).json()
+    await proxy.complete(session["api_key"])
+    id = session["session_id"]
+    one = (await proxy.recorded(id))[0]
+    for path in (
+        f"/rl/v1/sessions/{id}/interactions",
+        f"/rl/v1/sessions/{id}/interactions/{one.id}/tokens",
+    ):
+        for key, status in ((alice, 200), (bob, 404), (session["api_key"], 403), ("no", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await proxy.http.get(path, headers=headers)).status_code == status, (path, key)
