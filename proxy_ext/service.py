@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SWEEP_SECONDS = 1.0
+SWEEP_SECONDS = 1.0
 _POLL_INTERVAL = 0.25
 _DISK_INTERVAL = 10.0
 _ARCHIVE_SHARE = 0.25  # of the file system, that all archives may take
@@ -403,7 +403,7 @@ async def _reconcile(service: RankService) -> None:
             service.quotas.reconcile(service.sessions.counts.tenants)
         except Exception:
             log.exception("the quotas' counts could not be compared, which will be tried again")
-        await asyncio.sleep(_SWEEP_SECONDS)
+        await asyncio.sleep(SWEEP_SECONDS)
 
 
 async def _watch_disks(service: RankService) -> None:
@@ -419,7 +419,7 @@ async def _watch_disks(service: RankService) -> None:
 async def _sweep(service: RankService) -> None:
     """Expire sessions, groups and leases, and refresh keys, until cancelled."""
     while True:
-        await asyncio.sleep(_SWEEP_SECONDS)
+        await asyncio.sleep(SWEEP_SECONDS)
         try:
             service.auth.access.refresh()
             await service.follow_fleet()

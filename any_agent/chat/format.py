@@ -79,7 +79,7 @@ class ChatFormat:
         self._added = frozenset(tokenizer.get_added_vocab().values())
         self.token_bytes = token_bytes_of(tokenizer, self.decode)
         """Return one token's bytes, even if they are a part of a character."""
-        self._library_renderer = library_renderer
+        self.library_renderer = library_renderer
         self._stop_ids = frozenset(self.stop_token_ids)
         self.new_detokenizer = detokenizer_factory(tokenizer, self.decode)
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -321,7 +321,7 @@ class ChatFormat:
         grammar = self.grammar
         if grammar is None:
             return BufferedParser(
-                self._library_renderer,
+                self.library_renderer,
                 self.decode,
                 self.new_detokenizer(),
                 builder,

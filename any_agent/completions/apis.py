@@ -87,7 +87,7 @@ class Api:
         return re.match(rf"(?:/[^/]*)?(?:/v1)?{re.escape(self.path)}(?:/|$)", path) is not None
 
 
-_APIS: dict[str, Api] = {}
+APIS: dict[str, Api] = {}
 
 
 def register_api(api: Api) -> None:
@@ -97,21 +97,21 @@ def register_api(api: Api) -> None:
     """
     if not _PATH.fullmatch(api.path):
         raise ConfigError(f"the path {api.path!r} of the API {api.name} is not like /my/calls")
-    for other in _APIS.values():
+    for other in APIS.values():
         if api.name == other.name or api.path == other.path:
             raise ConfigError(f"the API {api.name} at {api.path} is registered already")
-    _APIS[api.name] = api
+    APIS[api.name] = api
 
 
 def all_apis() -> tuple[Api, ...]:
     """Return the registered APIs, the built-in ones first."""
-    return tuple(_APIS.values())
+    return tuple(APIS.values())
 
 
 def api_at(path: str) -> Api | None:
     """Return the API whose calls are served at this path, with `/v1` or without."""
     path = path.removeprefix("/v1")
-    return next((api for api in _APIS.values() if api.path == path), None)
+    return next((api for api in APIS.values() if api.path == path), None)
 
 
 def plain_path(path: str, *, litellm: bool = False) -> tuple[str, str | None]:
@@ -138,13 +138,13 @@ def require_no_websocket(method: str, path: str, upgrade: str | None) -> None:
     """
     if upgrade is None or method != "GET" or upgrade.lower() != "websocket":
         return
-    if any(api.owns(path) for api in _APIS.values()):
+    if any(api.owns(path) for api in APIS.values()):
         raise NoWebSocket(NO_WEBSOCKET)
 
 
 def error_format(path: str) -> ErrorFormat:
     """Return the form of errors at a request's path, which may have a session prefix."""
-    found = (a.errors for a in _APIS.values() if a.errors is not OPENAI_ERRORS and a.owns(path))
+    found = (a.errors for a in APIS.values() if a.errors is not OPENAI_ERRORS and a.owns(path))
     return next(found, OPENAI_ERRORS)
 
 

@@ -20,7 +20,7 @@ from any_agent.types import Interaction
 
 UNTRAINABLE_HEADER = "x-any-agent-untrainable"
 """The header with the reason why a train session's call is not trained on."""
-_MANY_ENTRIES = 10_000
+MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is encoded in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
 
@@ -79,7 +79,7 @@ async def encode_whole(
 ) -> bytes:
     """Return the body of a whole answer; encode many log-probabilities in a thread."""
     entries = (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers)
-    if call.logprobs and entries > _MANY_ENTRIES:
+    if call.logprobs and entries > MANY_ENTRIES:
         return await asyncio.to_thread(encoder.whole, answers)
     return encoder.whole(answers)
 

@@ -22,7 +22,7 @@ from proxy_ext.journal import Journal, MarkDelivered, RequestMark, Statement
 from proxy_ext.sessions.session import RecordedSession
 
 UNDELIVERED = "undelivered"
-_BATCH_SECONDS = 0.01
+BATCH_SECONDS = 0.01
 """Delay of a write of marks. A write for each mark would be a tenth of a recorded call's cost."""
 UNMARKED = RequestMark(b"", 0)
 """The mark of a request whose SDK does not mark retries: no retry finds its answer."""
@@ -78,7 +78,7 @@ class DeliveryTracker:
         with suppress(StoreUnavailable):
             while self._unwritten:
                 # Marks that come close together share a write, often one for other statements.
-                await asyncio.sleep(_BATCH_SECONDS)
+                await asyncio.sleep(BATCH_SECONDS)
                 await self.flush()
 
 

@@ -93,7 +93,7 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
 }
 
 RULES: dict[tuple[str, str], RouteRule] = {}  # the rules by method and path template
-_FIXED: set[str] = set()  # the paths without a parameter
+FIXED_PATHS: set[str] = set()  # the paths without a parameter
 
 
 def allow_model_calls(path: str) -> None:
@@ -103,7 +103,7 @@ def allow_model_calls(path: str) -> None:
     """
     for each in (f"/v1{path}", path):
         RULES["POST", each] = RouteRule(AGENTS)
-        _FIXED.add(each)
+        FIXED_PATHS.add(each)
 
 
 for _path in (*(api.path for api in all_apis()), "/messages/count_tokens"):
@@ -111,7 +111,7 @@ for _path in (*(api.path for api in all_apis()), "/messages/count_tokens"):
 for _route, (_scopes, _note) in _TABLE.items():
     _method, _, _path = _route.partition(" ")
     RULES[_method, _path] = RouteRule(_scopes, audited=_note == _AUDITED)
-_FIXED |= {path for _, path in RULES if "{" not in path}
+FIXED_PATHS |= {path for _, path in RULES if "{" not in path}
 _OPEN = {path: compile_path(path)[0] for _, path in RULES if "{" in path}
 
 LITELLM_ALIVE = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
@@ -159,7 +159,7 @@ def methods_of(template: str) -> list[str]:
 
 def template_of(path: str) -> str | None:
     """Return the template of a request's path, or None where there is no route."""
-    if path in _FIXED:
+    if path in FIXED_PATHS:
         return path
     return next((template for template, form in _OPEN.items() if form.fullmatch(path)), None)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.bridge import TemplateRenderer
 from any_agent.types import Message
-from tests.support.families import Call, Family, family, names
+from tests.support.chat_templates import with_template
+from tests.support.families import Call, family, names
 
 START: list[Message] = [{"role": "user", "content": "Sum 1 and 2, né?"}]
 TOOLS = [
@@ -77,18 +77,6 @@ def assert_as_the_template(
     return following
 
 
-@pytest.mark.parametrize(("name", "thinking"), FAMILIES)
-@pytest.mark.service
-def test_a_user_after_an_answer(name: str, thinking: bool) -> None:
-    made = family(name, thinking=thinking)
-    said = {"role": "assistant", "content": "It is 3."}
-    chat = loaded(name, thinking)
-    following = assert_as_the_template(chat, made.say("It is 3."), said, [USER], None)
-    reasoned = made.say("It is 3.", reasoning="One and two.") if made.reasons else None
-    if reasoned is not None:
-        assert chat.bridge(reasoned, [USER], None, answer=said) == following
-
-
 @pytest.mark.parametrize(("name", "thinking"), WITH_TOOLS)
 def test_results_after_calls(name: str, thinking: bool) -> None:
     made = family(name, thinking=thinking)
@@ -114,47 +102,6 @@ def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
     if not name.startswith("unknown_plain"):
         end = chat.decode(cut[: len(cut) - len(ended)])
         assert end == chat.decode(output[-1:]).replace("<|return|>", "<|end|>")
-
-
-@pytest.mark.parametrize(
-    ("name", "reasoning", "closing"),
-    [
-        ("qwen3", True, "</think><|im_end|>\n"),
-        ("qwen3_5", True, "</think><|im_end|>\n"),
-        ("glm", True, "</think><|user|>\n"),
-        ("deepseek_r1", True, "</think><｜end▁of▁sentence｜><｜User｜>"),
-        ("gpt_oss", True, "<|end|><|start|>user<|message|>"),
-    ],
-)
-def test_cut_off_reasoning_is_closed(name: str, reasoning: bool, closing: str) -> None:
-    made = family(name, thinking=True)
-    chat = loaded(name, True)
-    prompt = chat.render(START, None)
-    text = made.chat.decode(made.say("x", reasoning="Because of this."))
-    output = made.encode(text[: text.index("of this")])
-    following = chat.bridge(output, [USER], None, prompt_tail=prompt[-64:])
-    assert following is not None
-    assert chat.decode(following).startswith(closing)
-
-
-@pytest.mark.parametrize(
-    ("name", "closing"),
-    [
-        ("qwen3", "</tool_call><|im_end|>\n"),
-        ("glm", "</arg_value></tool_call><|observation|>"),
-        ("deepseek", "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"),
-        ("llama3", "<|eot_id|>"),
-        ("gpt_oss", "<|call|>"),
-    ],
-)
-def test_a_cut_off_call_is_closed(name: str, closing: str) -> None:
-    made = family(name)
-    calls = (Call("add", {"a": 123456}),)
-    text = made.chat.decode(made.say(calls=calls))
-    output = made.encode(text[: text.index("456")])
-    following = loaded(name).bridge(output, [result(0, "5")], TOOLS, answer=called(calls))
-    assert following is not None
-    assert made.chat.decode(following).startswith(closing)
 
 
 def test_an_end_that_the_template_would_not_have_written() -> None:
@@ -187,109 +134,44 @@ def test_answers_among_the_new_messages(name: str) -> None:
     assert "No." in made.chat.decode(following)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek", "unknown"])
-def test_the_cost_is_that_of_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: no more is encoded for a long conversation's next turn than for a short one's."""
-    made = family(name)
-    chat = made.load()
-    chat.bridge(made.say("It is 3."), [USER], TOOLS)
-    template: Any = chat.renderer._template
-    encoded: list[int] = []
-    encode = template._encode
-    monkeypatch.setattr(template, "_encode", lambda t: (encoded.append(len(t)), encode(t))[1])
-    following = chat.bridge(made.say("It is 3. " * 200), [USER], TOOLS)
-    assert following is not None
-    assert sum(encoded) <= len(chat.decode(following)) + 40
-
-
-def other(tmp: Any, template: str) -> ChatFormat:
-    """A template of one's own over Qwen3's miniature vocabulary."""
-    import shutil
-
-    from any_agent.chat import load_chat_format
-
-    source: Family = family("qwen3")
-    shutil.copytree(source.model_dir, tmp / "model")
-    (tmp / "model" / "chat_template.jinja").write_text(template)
-    return load_chat_format(str(tmp / "model"), renderer="default")
-
-
 TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "provable"),
-    [
-        ("{% for m in messages %}" + TURN + "{% endfor %}" + ASKED, True),
-        # Trims, and puts a date.
-        (
-            "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}<|im_start|>{{ m.role }} "
-            "{{ m.content | trim }}<|im_end|>{% endfor %}" + ASKED,
-            False,
-        ),
-        (
-            "{{ strftime_now('%Y') }}{% for m in messages %}<|im_start|>{{ m.role }} "
-            "{{ m.content | trim }}<|im_end|>{% endfor %}" + ASKED,
-            True,
-        ),
-        # Numbers the turns.
-        (
-            "{% for m in messages %}{{ loop.index }}" + TURN + "{% endfor %}" + ASKED,
-            False,
-        ),
-        # Says how many messages there are.
-        (
-            "{% for m in messages %}" + TURN + "{% endfor %}{{ messages | length }}" + ASKED,
-            False,
-        ),
-        # Wants user and assistant in turn.
-        (
-            "{% set at = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}"
-            "{% if (m.role == 'user') != (at.n % 2 == 0) %}{{ raise_exception('in turn') }}"
-            "{% endif %}{% set at.n = at.n + 1 %}{% endif %}" + TURN + "{% endfor %}" + ASKED,
-            True,
-        ),
-        # Puts the system message before the last user's.
-        (
-            "{% for m in messages %}{% if m.role != 'system' %}"
-            "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}"
-            "{% endif %}" + TURN + "{% endif %}{% endfor %}" + ASKED,
-            False,
-        ),
-        # Ends only the last turn.
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
-            "{% if loop.last or m.role != 'assistant' %}<|im_end|>{% endif %}{% endfor %}" + ASKED,
-            True,
-        ),
-        # Writes another prompt than what stands there once it is answered.
-        (
-            "{% for m in messages %}" + TURN + "{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>your turn: {% endif %}",
-            False,
-        ),
-        # Keeps only the last exchange.
-        (
-            "{% for m in messages[-2:] %}" + TURN + "{% endfor %}" + ASKED,
-            False,
-        ),
-    ],
-    ids=[
-        "plain",
-        "time",
-        "trims",
-        "numbers",
-        "counts",
-        "alternates",
-        "moves the system",
-        "ends the last",
-        "another prompt",
-        "forgets",
-    ],
-)
-def test_templates_of_all_kinds(tmp_path: Any, template: str, provable: bool) -> None:
-    chat = other(tmp_path, template)
+EACH, DONE = "{% for m in messages %}", "{% endfor %}"
+TRIMMED = EACH + "<|im_start|>{{ m.role }} {{ m.content | trim }}<|im_end|>" + DONE + ASKED
+PROVABLE = {
+    "plain": EACH + TURN + DONE + ASKED,
+    "trims": "{{ strftime_now('%Y') }}" + TRIMMED,
+    "user and assistant in turn": (
+        "{% set at = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}"
+        "{% if (m.role == 'user') != (at.n % 2 == 0) %}{{ raise_exception('in turn') }}"
+        "{% endif %}{% set at.n = at.n + 1 %}{% endif %}" + TURN + DONE + ASKED
+    ),
+    "ends only the last turn": (
+        EACH + "<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% if loop.last or m.role != 'assistant' %}<|im_end|>{% endif %}" + DONE + ASKED
+    ),
+}
+UNPROVABLE = {
+    "time": "{{ strftime_now('%H:%M:%S.%f') }}" + TRIMMED,
+    "numbers the turns": EACH + "{{ loop.index }}" + TURN + DONE + ASKED,
+    "says how many there are": EACH + TURN + DONE + "{{ messages | length }}" + ASKED,
+    "moves the system message": (
+        EACH + "{% if m.role != 'system' %}"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}"
+        "{% endif %}" + TURN + "{% endif %}" + DONE + ASKED
+    ),
+    # Than what stands there once it is answered.
+    "another prompt": EACH + TURN + DONE + ASKED.replace("assistant", "your turn:"),
+    "keeps the last exchange": "{% for m in messages[-2:] %}" + TURN + DONE + ASKED,
+}
+
+
+@pytest.mark.parametrize("kind", PROVABLE | UNPROVABLE)
+def test_only_templates_that_can_be_proven_are_bridged(tmp_path: Any, kind: str) -> None:
+    template, provable = (PROVABLE | UNPROVABLE)[kind], kind in PROVABLE
+    chat = with_template(tmp_path / "model", template, renderer="default")
     end = chat.stop_token_ids[0]
     output = [*chat.encode("yes", special=False), end]
     following = chat.bridge(output, [USER], None)
@@ -303,12 +185,13 @@ def test_templates_of_all_kinds(tmp_path: Any, template: str, provable: bool) ->
 
 def test_messages_that_the_template_merges_are_no_bridge(tmp_path: Any) -> None:
     """Two answers in a row become one turn, which what was sampled has ended already."""
-    chat = other(
-        tmp_path,
+    chat = with_template(
+        tmp_path / "model",
         "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}"
         "<|im_start|>{{ m.role }} {% endif %}{{ m.content }}"
         "{% if loop.last or loop.nextitem.role != m.role %}<|im_end|>{% endif %}{% endfor %}"
         + ASKED,
+        renderer="default",
     )
     output = [*chat.encode("yes", special=False), chat.stop_token_ids[0]]
     assert chat.bridge(output, [{"role": "assistant", "content": "more"}, USER], None) is None
@@ -338,13 +221,3 @@ def test_many_messages_are_bounded() -> None:
     assert chat.bridge(output, [USER] * 50, None) is not None
     mixed = [USER, {"role": "assistant", "content": "x"}] * 20
     assert chat.bridge(output, mixed, None) is None
-
-
-def test_the_roles_of_a_long_request_are_not_kept() -> None:
-    """The renderer keeps each pattern of roles that it has checked, so it refuses long ones."""
-    renderer = family("qwen3").load().renderer
-    assert isinstance(renderer, TemplateRenderer)
-    before = renderer._checks.cache_info().currsize
-    long = renderer.check_continuation(("user", "tool") * 500)
-    assert long.refusal == "too many messages at once"
-    assert renderer._checks.cache_info().currsize == before

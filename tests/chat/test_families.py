@@ -12,6 +12,7 @@ from any_agent.chat import load_chat_format
 from any_agent.chat.bridge import TemplateRenderer
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME, FAMILIES
 from any_agent.chat.prompt_renderer import LibraryRenderer
+from tests.support.chat_templates import model_with, with_template
 from tests.support.families import family
 
 
@@ -57,12 +58,10 @@ def test_another_template_over_a_familys_vocabulary_is_no_family(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its calls may be written in another way, too: Qwen3-Coder is a qwen3_moe."""
-    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
-    source = (tmp_path / "model" / "chat_template.jinja").read_text()
+    source = (family("qwen3").model_dir / "chat_template.jinja").read_text()
     changed = source.replace("You may call", "Call")
     assert changed != source
-    (tmp_path / "model" / "chat_template.jinja").write_text(changed)
-    assert load_chat_format(str(tmp_path / "model")).name == "default"
+    assert with_template(tmp_path / "model", changed).name == "default"
     assert "using the chat template" in caplog.text
 
 
@@ -82,9 +81,7 @@ def test_a_named_renderer_writes_itself() -> None:
 
 def test_without_a_template_the_familys_renderer_writes(tmp_path: Path) -> None:
     made = family("qwen3")
-    shutil.copytree(made.model_dir, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    chat = load_chat_format(str(tmp_path / "model"))
+    chat = load_chat_format(model_with(tmp_path / "model", None))
     user = [{"role": "user", "content": "x"}]
     assert isinstance(chat.renderer, LibraryRenderer)
     assert chat.render(user, None) == made.load().render(user, None)

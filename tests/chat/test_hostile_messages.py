@@ -6,64 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat
 from any_agent.errors import InvalidRequest
 from tests.support.families import family, names
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-TEXT = st.text(st.characters(), max_size=6)  # Lone surrogates, too.
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(TEXT, inner, max_size=2)),
-    max_leaves=4,
-)
-CALL = st.fixed_dictionaries(
-    {"function": st.fixed_dictionaries({"name": TEXT, "arguments": st.one_of(TEXT, JSON)})},
-    optional={"id": st.one_of(TEXT, JSON), "type": JSON},
-)
-MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"])},
-    optional={
-        "content": st.one_of(
-            TEXT,
-            st.none(),
-            st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2),
-            JSON,
-        ),
-        "tool_calls": st.one_of(st.lists(CALL, max_size=2), JSON),
-        "tool_call_id": st.one_of(TEXT, JSON),
-        "name": st.one_of(TEXT, JSON),
-        "reasoning_content": st.one_of(TEXT, JSON),
-    },
-)
-
-
-@pytest.mark.parametrize("name", names())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(messages=st.lists(MESSAGE, max_size=4), tools=st.booleans(), said=st.none() | MESSAGE)
-@pytest.mark.service
-def test_any_messages(
-    name: str, messages: list[Any], tools: bool, said: dict[str, Any] | None
-) -> None:
-    chat = formats(name)
-    given_tools = TOOLS if tools else None
-    try:
-        ids = chat.render(messages, given_tools)
-    except InvalidRequest as e:
-        assert e.status == 400
-        e.message.encode()
-    else:
-        assert ids
-    try:
-        following = chat.bridge([20, 21], messages, given_tools, answer=said)
-    except InvalidRequest:
-        following = None
-    assert following is None or following
-
-
 _formats: dict[str, ChatFormat] = {}
 
 

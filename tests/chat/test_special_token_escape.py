@@ -38,7 +38,7 @@ def test_what_a_user_spells_is_no_control_token(made: _Family) -> None:
     assert spelled in chat.decode(ids)
 
 
-def test_nor_what_a_tool_or_a_new_message_spells(made: _Family) -> None:
+def test_what_a_tool_or_a_new_message_spells_is_no_control_token(made: _Family) -> None:
     if not made.spec.calls:
         return
     chat = made.load()
@@ -65,7 +65,7 @@ def test_nor_what_a_tool_or_a_new_message_spells(made: _Family) -> None:
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def test_nor_a_tools_description_or_a_calls_arguments() -> None:
+def test_a_tools_description_and_a_calls_arguments_spell_no_control_token() -> None:
     chat = family("qwen3").load()
     end = "<|im_end|>"
     described: list[Any] = [{"type": "function", "function": {"name": "a", "description": end}}]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat import ChatFormat
 from any_agent.errors import TemplateError
 from any_agent.types import Message
+from tests.support.chat_templates import with_template
 from tests.support.errors import fails_with
 from tests.support.families import family, names
 
@@ -77,9 +77,7 @@ def test_other_system_messages_stay_the_template_s_error(messages: list[Message]
 
 
 def test_words_that_a_joined_message_has_change_what_follows(tmp_path: Path) -> None:
-    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(STRICT)
-    chat = load_chat_format(str(tmp_path / "model"), renderer="default")
+    chat = with_template(tmp_path / "model", STRICT, renderer="default")
     output = [*chat.encode("3", special=False), chat.stop_token_ids[0]]
     for second in (DEVELOPER, {**DEVELOPER, "content": "/curt"}):
         past = [SYSTEM, second, USER]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.template import ChatTemplate
+from tests.support.chat_templates import sentencepiece_like, with_template
 from tests.support.families import family
 
 USER = {"role": "user", "content": "And 3?"}
@@ -66,40 +65,16 @@ def test_settings_are_what_the_template_asks_for() -> None:
     assert not template_of("{{ messages }}").is_dated
 
 
-def sentencepiece_like(path: Path, scheme: str) -> ChatFormat:
-    """A tokenizer that puts a space before words at a text's start, or after every token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = (
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:?!/|<>_▁\n'\"{}[]()é"
-    )
-    vocab = {c: n for n, c in enumerate(letters)}
-    vocab |= {"<s>": len(vocab), "</s>": len(vocab) + 1, "[INST]": len(vocab) + 2}
-    vocab |= {"[/INST]": len(vocab), "▁a": len(vocab) + 1, "<unk>": len(vocab) + 2}
-    made = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    made.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=["[INST]", "[/INST]"],
-    )
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-        "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
-        "{% endfor %}"
-    )
-    tokenizer.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    return load_chat_format(str(path), enable_thinking=None)
+SPACED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_spaces_that_the_tokenizer_puts(tmp_path: Path, scheme: str) -> None:
-    chat = sentencepiece_like(tmp_path / "model", scheme)
+    chat = sentencepiece_like(tmp_path / "model", scheme, SPACED)
     said = {"role": "assistant", "content": "a b"}
     prompt = chat.render([ASK], None)
     whole = chat.render([ASK, said, USER], None)
@@ -119,10 +94,6 @@ def test_spaces_that_the_tokenizer_puts(tmp_path: Path, scheme: str) -> None:
 
 def test_tools_before_the_last_user_are_no_bridge_for_a_user(tmp_path: Path) -> None:
     """Mistral's way: with a new user message the tools move there; results leave them."""
-    import shutil
-
-    source = family("qwen3")
-    shutil.copytree(source.model_dir, tmp_path / "model")
     template = (
         "{% set last = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
         "{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
@@ -131,8 +102,7 @@ def test_tools_before_the_last_user_are_no_bridge_for_a_user(tmp_path: Path) -> 
         "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     )
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    chat = load_chat_format(str(tmp_path / "model"))
+    chat = with_template(tmp_path / "model", template)
     output = [*chat.encode("x", special=False), chat.stop_token_ids[0]]
     assert chat.name == "default"
     assert chat.bridge(output, [USER], None) is not None

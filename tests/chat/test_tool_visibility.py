@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.tool_visibility import ToolVisibility, tool_visibility
+from tests.support.chat_templates import with_template
 from tests.support.families import family
 
 _PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
 )
-
-
-def of_template(source: Path, target: Path, template: str) -> ChatFormat:
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    (target / "chat_template.jinja").write_text(template)
-    return load_chat_format(str(target), enable_thinking=None)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "glm", "gpt_oss"])
@@ -45,8 +38,8 @@ def test_one_that_calls_what_it_is_told_of_in_words() -> None:
         ),
     ],
 )
-def test_templates(
-    tiny_model_dir: Path, tmp_path: Path, before: str, showing: ToolVisibility
+def test_whether_a_template_tells_a_model_of_tools(
+    tmp_path: Path, before: str, showing: ToolVisibility
 ) -> None:
-    chat = of_template(tiny_model_dir, tmp_path / "m", before + _PLAIN)
+    chat = with_template(tmp_path / "m", before + _PLAIN, enable_thinking=None)
     assert tool_visibility(chat) == showing

@@ -13,7 +13,7 @@ from any_agent.completions.call_types import Completion, Delta
 from any_agent.completions.completer import Completer
 from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
-from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
+from any_agent.errors import ContextLengthExceeded, EngineUnavailable
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
     Continuation,
@@ -91,10 +91,11 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
     completer = Completer(engine, chat, context_length=2048)
     messages = [USER]
     previous: list[int] = []
+    asked: Any = {"stream": stream, "stop": ["zz"], "tools": [FIND]}
     for turn in range(4):
         ids = [*chat.tokenizer.encode(f"it is {turn}"), chat.stop_token_ids[0]]
         engine.answers.append(ids)
-        done, deltas = await complete(completer, tree, messages, stream=stream)
+        done, deltas = await complete(completer, tree, messages, **asked)
         assert done.interaction.output_message["content"] == f"it is {turn}"
         assert [i for d in deltas for i in d.output_ids] == (ids if stream else [])
         assert "".join(d.message.content or "" for d in deltas) == (
@@ -103,6 +104,8 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
         interaction = done.interaction
         assert interaction.output_ids.tolist() == ids
         assert interaction.trainable
+        # Only a root stores the tools.
+        assert interaction.tools == (None if turn else [FIND])
         if turn:
             assert interaction.continuation is Continuation.EXACT
             before = [*engine.requests[-2].input_ids, *previous]
@@ -111,29 +114,8 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
         messages = [*messages, interaction.output_message, USER]
     assert tree.prompt_ids(interaction.id).tolist() == list(engine.requests[-1].input_ids)
     assert len(tree.path(interaction.id)) == 4
-
-
-async def test_only_a_root_stores_the_tools(chat: ChatFormat) -> None:
-    engine, tree = Engine(), InteractionTree()
-    completer = Completer(engine, chat, context_length=2048)
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    engine.answers += [[30, chat.stop_token_ids[0]] for _ in range(2)]
-    root, _ = await complete(completer, tree, [USER], tools=tools)
-    messages = [USER, root.interaction.output_message, USER]
-    child, _ = await complete(completer, tree, messages, tools=tools)
-    assert child.interaction.parent_id == root.interaction.id
-    assert root.interaction.tools == tools
-    assert child.interaction.tools is None
-
-
-async def test_the_stop_ids_of_the_format_are_asked_for(chat: ChatFormat) -> None:
-    engine = Engine()
-    engine.answers.append([30, chat.stop_token_ids[0]])
-    completer = Completer(engine, chat, context_length=2048)
-    await complete(completer, InteractionTree(), [USER], stop=["zz"])
     gconfig = engine.requests[0].gconfig
-    assert set(gconfig.stop_token_ids) >= set(chat.stop_token_ids)
-    assert gconfig.stop == ("zz",)
+    assert set(gconfig.stop_token_ids) >= set(chat.stop_token_ids) and gconfig.stop == ("zz",)
 
 
 async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat) -> None:
@@ -197,22 +179,6 @@ async def test_what_cannot_fit_is_not_tokenised(
     assert rendered
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [({}, None), ({"temperature": 0}, "truncated"), ({"top_p": 0.9}, "truncated")],
-    # Of eval sessions, whose sampling is the agent's own.
-)
-async def test_a_truncated_distribution_is_marked(
-    chat: ChatFormat, fields: dict[str, float], why: str | None
-) -> None:
-    engine = Engine()
-    engine.answers.append([30])
-    completer = Completer(engine, chat, context_length=2048)
-    done, _ = await complete(completer, InteractionTree(), [USER], mode=SessionMode.EVAL, **fields)
-    reason = done.interaction.untrainable_reason
-    assert (reason is None) if why is None else (reason is not None and why in reason)
-
-
 async def test_an_engine_without_an_end(chat: ChatFormat) -> None:
     engine = Engine()
     engine.end = False
@@ -220,11 +186,3 @@ async def test_an_engine_without_an_end(chat: ChatFormat) -> None:
     completer = Completer(engine, chat, context_length=2048)
     with pytest.raises(EngineUnavailable):
         await complete(completer, InteractionTree(), [USER])
-
-
-def test_messages_that_cannot_be_rendered(chat: ChatFormat) -> None:
-    completer = Completer(Engine(), chat, context_length=2048)
-    body = {"messages": [{"role": "user", "content": {"no": "text"}}]}
-    call = parse_chat(body, ParseSettings(SessionMode.TRAIN, GenerationHyperparameters(), "m"))
-    with fails_with(InvalidRequest, "messages[0]"):
-        completer.prepare(call, InteractionTree())

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
-from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import ParentMatch, find_parent
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
     Interaction,
     Message,
-    id_array,
-    logprob_array,
 )
+from tests.support.completions.params import parse
 from tests.support.errors import fails_with
+from tests.support.records import make_interaction
 
 SYSTEM: Message = {"role": "system", "content": "You count."}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -47,7 +42,7 @@ class Talks:
     def find(
         self, messages: list[Message], tools: Any = None, *, context: int = 10_000
     ) -> ParentMatch:
-        call = _call(messages, tools)
+        call = parse(messages=messages, tools=tools)
         found = find_parent(call, self.tree, context_length=context, longest_token=10)
         if found.noted is not None:
             self.tree.seen.note(*found.noted)
@@ -59,20 +54,11 @@ class Talks:
         """Record an answer to a request."""
         found = self.find(messages, tools)
         # As if whatever has a parent could be continued exactly.
-        parent = found.parent.id if found.parent is not None else None
-        interaction = Interaction(
-            id=str(len(self.tree)),
-            session_id="s",
-            parent_id=parent,
-            prompt_delta_ids=id_array([1]),
-            output_ids=id_array([2]),
-            output_logprobs=logprob_array([-1.0]),
-            output_versions=id_array([0]),
+        interaction = make_interaction(
+            str(len(self.tree)),
+            found.parent.id if found.parent is not None else None,
             message_delta=messages[found.covered :],
             output_message=answer,
-            finish_reason=fields.pop("finish_reason", "stop"),
-            gconfig=GenerationHyperparameters(),
-            continuation=Continuation.EXACT if parent else Continuation.ROOT,
             **fields,
         )
         (key,) = chain_keys([answer], tools, start=found.key)
@@ -88,19 +74,6 @@ class Talks:
     def parent(self, messages: list[Message], tools: Any = None) -> tuple[str | None, int]:
         found = self.find(messages, tools)
         return (found.parent.id if found.parent is not None else None), found.covered
-
-
-def _call(messages: list[Message], tools: Any) -> ChatCall:
-    gconfig = GenerationHyperparameters()
-    return ChatCall(
-        model="m",
-        messages=messages,
-        tools=tools,
-        gconfig=gconfig,
-        stream=False,
-        include_usage=False,
-        logprobs=False,
-    )
 
 
 @pytest.fixture(params=["texts", "no texts", "forgotten"])
@@ -238,14 +211,14 @@ def test_what_cannot_fit() -> None:
 
 
 BIG = "x" * 100_000
+LONG: tuple[Any, ...] = ({"a": BIG}, BIG)
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": BIG}}}]},
-        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": BIG}}]},
+        *({"tool_calls": [{**CALL, "function": {"name": "f", "arguments": a}}]} for a in LONG),
         {"tool_calls": [{**CALL, "function": {"name": BIG, "arguments": "{}"}}]},
         {"tool_calls": [{**CALL, "id": BIG}]},
         {"tool_calls": [CALL] * 2000},
@@ -268,9 +241,6 @@ def test_whatever_is_rendered_counts(more: dict[str, Any]) -> None:
     assert continued.characters > 65_536, "it is rendered anew if it cannot be continued"
     with fails_with(ContextLengthExceeded, "bytes"):
         Talks().find(messages * 40, context=200)
-
-
-def test_tools_are_rendered_too() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": BIG}}
     assert Talks().find([user("1")], [tool]).new_characters > 65_536
 
@@ -295,22 +265,3 @@ def test_what_is_remembered_changes_nothing(turns: list[tuple[int, int, bool]]) 
         plain.answer(messages, answer)
         echo = said("rewritten") if rewrite else answer
         requests.append([*messages, echo, *(user(f"{number % 3} {k}") for k in range(more))])
-
-
-def test_the_work_is_that_of_the_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    normalised: list[Any] = []
-    normalise: Callable[..., dict[str, Any]] = any_agent.chat.conversation_hash.normalise
-
-    def counted(message: Any, **options: Any) -> dict[str, Any]:
-        normalised.append(message)
-        return normalise(message, **options)
-
-    monkeypatch.setattr(any_agent.chat.conversation_hash, "normalise", counted)
-    talks = Talks()
-    messages = [SYSTEM, user("0")]
-    for turn in range(60):
-        normalised.clear()
-        talks.answer(messages, said(f"answer {turn}"))
-        # The echo, the new message, and the next answer.
-        assert len(normalised) <= (3 if turn else 6)
-        messages = [*messages, said(f"answer {turn}"), user(f"question {turn}")]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat import ChatFormat
 from any_agent.completions.legacy_prompt import (
     TextInput,
     digests,
@@ -20,12 +17,11 @@ from any_agent.completions.prompt import Prompt
 from any_agent.record import InteractionTree
 from any_agent.types import (
     Continuation,
-    GenerationHyperparameters,
-    Interaction,
     id_array,
-    logprob_array,
 )
+from tests.support.chat_templates import sentencepiece_like
 from tests.support.families import family
+from tests.support.records import make_interaction
 
 ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -37,18 +33,13 @@ def after(
     tree = InteractionTree()
     first = text_prompt_of(prompt, find_text_past(prompt, tree, chat, 1000), tree, chat)
     kept = digests(prompt, np.concatenate([first.ids, id_array(output)]), says)
-    interaction = Interaction(
-        id="i",
-        session_id="s",
-        parent_id=None,
-        prompt_delta_ids=first.ids,
-        output_ids=id_array(output),
-        output_logprobs=logprob_array([-1.0] * len(output)),
-        output_versions=id_array([0] * len(output)),
+    said = {"role": "completion", "content": says}
+    interaction = make_interaction(
+        "i",
+        prompt=first.ids,
+        output=output,
         message_delta=[],
-        output_message={"role": "completion", "content": says},
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
+        output_message=said,
         request={"text": kept},
     )
     tree.add(interaction, text_key(kept))
@@ -66,15 +57,6 @@ def test_a_turn_that_ended_is_not_ended_twice(more: str) -> None:
     assert made.added == more
 
 
-def test_a_root_that_is_not_the_first_says_why() -> None:
-    qwen = family("qwen3")
-    first = after(qwen.chat, "a", qwen.say("b"), "b", "ab")
-    assert (first.continuation, first.branch_reason) == (Continuation.EXACT, None)
-    for other in ("c", (5, 6)):
-        later = after(qwen.chat, "a", qwen.say("b"), "b", other)
-        assert (later.continuation, later.branch_reason) == (Continuation.ROOT, "new_conversation")
-
-
 def test_half_a_character_is_kept_as_it_was_sampled() -> None:
     qwen = family("qwen3")
     broken = qwen.encode("a") + qwen.encode("𝄞")[:1]
@@ -87,22 +69,8 @@ def test_half_a_character_is_kept_as_it_was_sampled() -> None:
 @pytest.fixture(scope="module")
 def spaced(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     """Of a tokenizer that begins every text with a space, as Llama 2's."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", *"▁abcdefghij:[]\n"])}
-    vocab |= {f"▁{c}": len(vocab) + n for n, c in enumerate("abcd")}
-    merges = [("▁", c) for c in "abcd"]
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    tokenizer.chat_template = "{% for m in messages %}a: {{ m.content }}</s>{% endfor %}b:"
-    path: Path = tmp_path_factory.mktemp("spaced")
-    tokenizer.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    return load_chat_format(str(path))
+    template = "{% for m in messages %}a: {{ m.content }}</s>{% endfor %}b:"
+    return sentencepiece_like(tmp_path_factory.mktemp("spaced"), "first", template)
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, chain_keys, load_chat_format
-from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.record import InteractionTree, interaction_row
 from any_agent.types import (
     Continuation,
-    GenerationHyperparameters,
     Interaction,
     Message,
-    id_array,
-    logprob_array,
 )
+from tests.support.chat_templates import with_template
+from tests.support.completions.params import parse
 from tests.support.families import family
+from tests.support.records import make_interaction
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +28,7 @@ def chat(tiny_model_dir: Path) -> ChatFormat:
 
 
 def find(messages: list[Message], tree: InteractionTree, chat: ChatFormat) -> Prompt:
-    call = ChatCall(
-        model="m",
-        messages=messages,
-        tools=None,
-        gconfig=GenerationHyperparameters(),
-        stream=False,
-        include_usage=False,
-        logprobs=False,
-    )
+    call = parse(messages=messages)
     found = parent_of(call, tree, chat, context_length=100_000)
     return prompt_of(call, found, tree, chat)
 
@@ -48,18 +37,13 @@ def record(
     tree: InteractionTree, messages: list[Message], prompt: Prompt, output: list[int], text: str
 ) -> Interaction:
     answer = {"role": "assistant", "content": text}
-    interaction = Interaction(
-        id=str(len(tree)),
-        session_id="s",
-        parent_id=prompt.parent_id,
-        prompt_delta_ids=prompt.ids[prompt.inherited :].copy(),
-        output_ids=id_array(output),
-        output_logprobs=logprob_array([-1.0] * len(output)),
-        output_versions=id_array([0] * len(output)),
+    interaction = make_interaction(
+        str(len(tree)),
+        prompt.parent_id,
+        prompt=prompt.ids[prompt.inherited :],
+        output=output,
         message_delta=messages[prompt.covered :],
         output_message=answer,
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
         continuation=prompt.continuation,
         branch_reason=prompt.branch_reason,
     )
@@ -104,29 +88,6 @@ def test_a_prompt_begins_with_what_its_parent_was(
         elif kind == "u":
             echo = []
         talks.append([*messages, *echo, {"role": "user", "content": text}])
-
-
-def test_only_what_is_new_is_rendered(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered: list[list[Message]] = []
-    bridge = chat.bridge
-
-    def counted(output_ids: Any, new_messages: list[Message], *args: Any, **fields: Any) -> Any:
-        rendered.append(new_messages)
-        return bridge(output_ids, new_messages, *args, **fields)
-
-    monkeypatch.setattr(chat, "bridge", counted)
-    tree = InteractionTree()
-    messages: list[Message] = [{"role": "user", "content": "go"}]
-    for turn in range(12):
-        prompt = find(messages, tree, chat)
-        interaction = record(tree, messages, prompt, [30, chat.stop_token_ids[0]], f"n {turn}")
-        # Nothing keeps the prompt of every turn.
-        assert interaction.prompt_delta_ids.base is None
-        if turn:
-            monkeypatch.setattr(chat, "render", None)
-        messages = [*messages, interaction.output_message, {"role": "user", "content": f"{turn}"}]
-    assert [len(new) for new in rendered] == [1] * 11
-    assert len(tree.path("11")) == 12
 
 
 @pytest.mark.parametrize(
@@ -186,12 +147,12 @@ def test_a_name_of_a_returned_answer_counts_where_the_prompt_shows_it(
     tmp_path: Path, shown: bool
 ) -> None:
     """LangChain's agents give a name to their own answers when they return them."""
-    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(
+    template = (
         "{% for m in messages %}<|im_start|>{{ (m.name if names) or m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    chat = load_chat_format(str(tmp_path / "model"), renderer="default").variant({"names": shown})
+    chat = with_template(tmp_path / "model", template, renderer="default")
+    chat = chat.variant({"names": shown})
     assert bool(chat.render_key) == shown
     tree = InteractionTree()
     messages: list[Message] = [{"role": "user", "content": "go"}]

@@ -124,19 +124,3 @@ async def test_a_format_alone_is_the_texts_also_after_reasoning(bench: Bench) ->
             assert kind_of(choice.message) == "text"
             ended += 1
     assert ended > 3
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_forced_call_has_no_format(bench: Bench) -> None:
-    raw = await bench.client.chat.completions.with_raw_response.create(
-        model="m",
-        messages=ASK,
-        tools=TOOLS,
-        response_format={"type": "json_object"},
-        tool_choice="required",
-        max_tokens=4,
-    )
-    assert raw.headers["x-any-agent-ignored"] == "response_format"
-    recorded = bench.client.interactions[-1]
-    assert (recorded.gconfig.grammar, recorded.untrainable_reason) == (None, None)
-    assert recorded.request["ignored"] == ["response_format"]

@@ -16,9 +16,6 @@ def test_what_is_packed_comes_back() -> None:
     assert len(packed) == 3
     assert packed.rows() == ROWS
     assert unpack_top_logprobs(json.loads(json.dumps(packed.to_json()))) == ROWS
-
-
-def test_nothing() -> None:
-    packed = PackedTopLogprobs()
-    assert not len(packed)
-    assert packed.rows() == unpack_top_logprobs(packed.to_json()) == []
+    nothing = PackedTopLogprobs()
+    assert not len(nothing)
+    assert nothing.rows() == unpack_top_logprobs(nothing.to_json()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.format_probes import TOOLS, USER
-from any_agent.completions.params.call import ParseSettings
-from any_agent.completions.params.parse import parse_chat
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.errors import UnsupportedParameter
-from any_agent.types import GenerationHyperparameters, SessionMode
+from tests.support.chat_templates import with_template
+from tests.support.completions.params import parse
 from tests.support.errors import fails_with
 
 _TEMPLATE = (
@@ -24,27 +22,19 @@ _TEMPLATE = (
 
 
 @pytest.fixture
-def chat(tiny_model_dir: Path, tmp_path: Path) -> ChatFormat:
-    folder = tmp_path / "plain"
-    shutil.copytree(tiny_model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    return load_chat_format(str(folder), enable_thinking=None)
+def chat(tmp_path: Path) -> ChatFormat:
+    return with_template(tmp_path / "plain", _TEMPLATE, enable_thinking=None)
 
 
 def asked(chat: ChatFormat, **fields: Any) -> Prompt:
-    body = {"model": "m", "messages": [USER], **fields}
-    sampling = GenerationHyperparameters()
-    call = parse_chat(body, ParseSettings(SessionMode.TRAIN, sampling, "m"))
+    call = parse(messages=[USER], **fields)
     return prompt_of(call, parent_of(call, None, chat, context_length=4096), None, chat)
 
 
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
-def test_they_are_refused(chat: ChatFormat, choice: dict[str, Any]) -> None:
-    with fails_with(UnsupportedParameter, param="tools", status=400):
-        asked(chat, tools=TOOLS, **choice)
-
-
-def test_none_of_them_may_be_called(chat: ChatFormat) -> None:
+def test_tools_that_no_prompt_shows_are_refused_unless_none_may_be_called(chat: ChatFormat) -> None:
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}):
+        with fails_with(UnsupportedParameter, param="tools", status=400):
+            asked(chat, tools=TOOLS, **choice)
     without = asked(chat)
     assert asked(chat, tools=TOOLS, tool_choice="none").ids.tolist() == without.ids.tolist()
 

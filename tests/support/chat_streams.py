@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from any_agent.chat import MessageDelta, ParsedMessage, StreamParser
+from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, StreamParser
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -19,6 +19,12 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
+
+
+def reading_as(chat: ChatFormat, family: str, tokenizer: Any = None) -> ChatFormat:
+    """The same format, whose outputs are read as another family's."""
+    library, ends = chat.library_renderer, chat.stop_token_ids
+    return ChatFormat(tokenizer or chat.tokenizer, library, ends, chat.renderer, name=family)
 
 
 def joined(deltas: list[MessageDelta]) -> ParsedMessage:

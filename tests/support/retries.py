@@ -83,6 +83,23 @@ async def agent_of(proxy: Proxy, engine: ScriptedEngine, **fields: Any) -> Agent
     return Agent(proxy, engine, await proxy.open(), **fields)
 
 
+async def left(proxy: Proxy, engine: ScriptedEngine, **fields: Any) -> tuple[Agent, asyncio.Event]:
+    """An agent whose client has left its call, and what the engine goes on with."""
+    agent = await agent_of(proxy, engine, **fields)
+    go_on = engine.hold(3)
+    await agent.leave(0)
+    await agent.vacant()
+    return agent, go_on
+
+
+async def left_with_an_answer(proxy: Proxy, engine: ScriptedEngine, **fields: Any) -> Agent:
+    """One whose answer was recorded after its client had left."""
+    agent, go_on = await left(proxy, engine, **fields)
+    go_on.set()
+    await agent.answered()
+    return agent
+
+
 async def stream_of(
     agent: Agent, count: int | None, *, most: int = 1000
 ) -> tuple[list[dict[str, Any]], bool]:
@@ -115,11 +132,6 @@ def tokens_of(events: list[dict[str, Any]]) -> int:
 
 async def unheard(restart: Restart, engine: ScriptedEngine, **fields: Any) -> Agent:
     """An agent of a proxy in its second life; its answer was recorded, not sent, in the first."""
-    agent = await agent_of(await restart(), engine, **fields)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(await restart(), engine, **fields)
     agent.proxy = await restart()
     return agent

@@ -35,7 +35,7 @@ class IncrementalParser:
         self._special = markers.stop_ids | markers.by_id.keys()
         self._machine = machine
         self._builder = builder
-        self._stops = StopFilter(stop)
+        self.stops = StopFilter(stop)
         self._marks = TextMarkers(markers.in_text) if markers.in_text else None
         self._ended = False
         self._push(self._pieces(forced))
@@ -43,22 +43,22 @@ class IncrementalParser:
 
     def feed(self, ids: list[int]) -> list[MessageDelta]:
         """Return what became certain by these tokens."""
-        if not self._stops.active:
+        if not self.stops.active:
             if not self._ended:
                 self._push(self._pieces(ids))
             return self._builder.take_deltas()
         # With stop strings each token counts by itself; else a run of text is decoded at once.
         for i in ids:
-            if self._ended or self._stops.matched:
+            if self._ended or self.stops.matched:
                 break
-            self._push(self._stops.push(self._pieces((i,))))
+            self._push(self.stops.push(self._pieces((i,))))
         return self._builder.take_deltas()
 
     def finish(self) -> tuple[list[MessageDelta], ParsedMessage]:
         """Return the remaining deltas, and the complete message."""
-        if not self._ended and not self._stops.matched:
-            self._push(self._stops.push([(self._detokenizer.flush(), TEXT)]))
-        self._push(self._stops.finish())
+        if not self._ended and not self.stops.matched:
+            self._push(self.stops.push([(self._detokenizer.flush(), TEXT)]))
+        self._push(self.stops.finish())
         if self._marks is not None:
             self._machine.push(self._marks.flush(), TEXT)
         self._machine.finish()
@@ -130,7 +130,7 @@ class BufferedParser:
         self._prompt_ids = prompt_ids
         self._tools = tools
         self._stop_ids = stop_ids
-        self._stops = StopFilter(stop)
+        self.stops = StopFilter(stop)
         self._ids: list[int] = []
         self._uncut = 0
         """How many tokens end at or before the text that no stop string cuts."""
@@ -140,15 +140,15 @@ class BufferedParser:
 
     def feed(self, ids: list[int]) -> list[MessageDelta]:
         for i in ids:
-            if self._stops.matched or (self._ids and self._ids[-1] in self._stop_ids):
+            if self.stops.matched or (self._ids and self._ids[-1] in self._stop_ids):
                 break
             self._ids.append(i)
-            if self._stops.active:
+            if self.stops.active:
                 self._match_stops(self._detokenizer.push([i]))
         return []
 
     def finish(self) -> tuple[list[MessageDelta], ParsedMessage]:
-        if self._stops.matched:
+        if self.stops.matched:
             # The token that completes a stop string may begin with text before it.
             self._parse(self._ids[: self._uncut], "".join(self._tail))
         else:
@@ -158,7 +158,7 @@ class BufferedParser:
 
     def _match_stops(self, text: str) -> None:
         self._length += len(text)
-        passed = "".join(t for t, _ in self._stops.push([(text, TEXT)] if text else []))
+        passed = "".join(t for t, _ in self.stops.push([(text, TEXT)] if text else []))
         self._visible += len(passed)
         self._tail.append(passed)
         if self._visible == self._length:

@@ -28,8 +28,8 @@ from proxy_ext.service import RankService
 
 router = APIRouter(prefix="/rl/v1/sessions/{session_id}", route_class=StrictRoute)
 
-_MAX_TEXT = 20_000  # characters of one text of a message
-_MAX_PAGE_TEXT = 500_000  # characters after which a page ends
+MAX_TEXT = 20_000  # characters of one text of a message
+MAX_PAGE_TEXT = 500_000  # characters after which a page ends
 
 
 @router.get("/interactions", response_model=InteractionPage)
@@ -123,7 +123,7 @@ def _page(
                 "logprob_mean": float(i.output_logprobs.mean()) if n else None,
             }
         )
-        if cutter.taken > _MAX_PAGE_TEXT:
+        if cutter.taken > MAX_PAGE_TEXT:
             break
     end = start + len(shown)
     return {
@@ -155,11 +155,11 @@ class _Cutter:
 
     def cut(self, value: Any) -> Any:
         if isinstance(value, str):
-            kept = value[:_MAX_TEXT]
+            kept = value[:MAX_TEXT]
             self.taken += len(kept)
             if kept != value:
                 self.shortened = True
-                kept += f" … ({len(value) - _MAX_TEXT} more characters)"
+                kept += f" … ({len(value) - MAX_TEXT} more characters)"
             # JSON has no halves of characters.
             return kept.encode(errors="replace").decode()
         if isinstance(value, dict):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, ParsedMessage
-from tests.support.chat_streams import TOOLS, streamed
+from tests.support.chat_streams import TOOLS, reading_as, streamed
 from tests.support.families import family
 
 
@@ -19,14 +19,13 @@ from tests.support.families import family
 def reader(renderer: str, *, as_text: bool) -> ChatFormat:
     """A reader over the Qwen3 miniature's vocabulary, with this family's markers in it or not."""
     chat = family("qwen3").chat
-    ends, library = chat.stop_token_ids, chat._library_renderer
-    made = ChatFormat(chat.tokenizer, library, ends, chat.renderer, name=renderer)
+    made = reading_as(chat, renderer)
     if as_text or made.grammar is None:
         return made
     tokenizer = copy.deepcopy(chat.tokenizer)
     missing = [m for m in made.grammar.marks if m not in tokenizer.get_vocab()]
     tokenizer.add_special_tokens({"additional_special_tokens": missing}, False)
-    return ChatFormat(tokenizer, library, ends, chat.renderer, name=renderer)
+    return reading_as(chat, renderer, tokenizer)
 
 
 def read(renderer: str, text: str, *, as_text: bool = False) -> ParsedMessage:
@@ -106,6 +105,8 @@ CASES = [
     ("llama-3", 'See {"name": "add", "parameters": {}}', 'See {"name": "add", "parameters": {}}',
      []),
     ("gpt-oss", "no header", "no header", []),
+    ("gpt-oss", "<|channel|>final<|end|>more", "<|channel|>finalmore", []),
+    ("qwen3", "<tool_call></tool_call>", "<tool_call></tool_call>", []),
     ("gpt-oss", "<|channel|>commentary to=add <|message|>{}<|call|>", "", [("add", "{}")]),
     ("gpt-oss", "<|channel|>commentary to=browser.open <|message|>x<|end|>", "x", []),
     ("gpt-oss", "<|channel|>final", "<|channel|>final", []),

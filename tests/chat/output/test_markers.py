@@ -3,7 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.markers import TEXT, MarkerFinder, Piece, TextMarkers
+from any_agent.chat.output.markers import (
+    TEXT,
+    THINK_CLOSE,
+    TOOL_OPEN,
+    MarkerFinder,
+    Piece,
+    TextMarkers,
+    TokenSpans,
+)
 
 MARKS = {"<a>": "open", "</a>": "close", "<ab>": "other"}
 ALL = frozenset(MARKS.values())
@@ -53,3 +61,15 @@ def test_markers_that_mean_nothing_now_are_text_and_hold_nothing_back() -> None:
 
 def test_the_longest_of_two_marks_counts() -> None:
     assert MarkerFinder(["<a", "<ab"]).find("x<abc") == (1, "<ab")
+
+
+def test_the_tokens_of_reasoning_end_with_its_mark_or_before_a_call() -> None:
+    spans = TokenSpans({7: ("</think>", THINK_CLOSE), 8: ("<tool_call>", TOOL_OPEN)})
+    for ids, answered, count in (
+        ([1, 2, 7, 3], True, 3),
+        ([1, 2, 8, 3], True, 2),
+        ([1, 2, 3], True, 0),
+        ([1, 2, 3], False, 3),
+    ):
+        assert spans.reasoning(ids, reasoned=True, answered=answered) == count
+    assert spans.reasoning([1, 7], reasoned=False, answered=True) == 0

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from any_agent.chat.output.message import (
     MessageBuilder,
-    MessageDelta,
     ToolCallIds,
     WhitespaceTrimmer,
 )
@@ -52,47 +51,7 @@ def test_what_a_template_puts_around_content_is_none_of_it() -> None:
     assert made.message().content == "  a\n"
 
 
-def test_neighbours_of_one_kind_are_one_step() -> None:
-    made = MessageBuilder(ToolCallIds([1]))
-    made.content("a")
-    made.content("b")
-    made.reasoning("c")
-    assert made.take_deltas() == [MessageDelta(content="ab"), MessageDelta(reasoning_content="c")]
-    assert made.take_deltas() == []
-
-
-def test_steps_that_were_taken_are_the_caller_s() -> None:
-    made = MessageBuilder(ToolCallIds([1]))
-    taken = made.take_deltas()
-    made.content("a")
-    taken += made.take_deltas()
-    assert taken == [MessageDelta(content="a")]
-    assert made.take_deltas() == []
-
-
 def test_ids_of_calls_are_their_answers_own() -> None:
     ids = {ToolCallIds([1], seed).make((), 0, "add") for seed in (b"", b"a.0", b"a.1", b"x" * 999)}
     assert len(ids) == 4
     assert ToolCallIds([1], b"a.0").make((), 0, "add") in ids
-
-
-def test_a_call_is_told_before_its_arguments() -> None:
-    made = MessageBuilder(ToolCallIds([1]))
-    made.open_call("add")
-    made.arguments('{"a"')
-    made.arguments(": 1}")
-    made.close_call()
-    made.open_call("now")
-    made.close_call()
-    first, second, third, fourth = made.take_deltas()
-    assert first.tool_calls is not None and third.tool_calls is not None
-    assert first.tool_calls[0]["function"] == {"name": "add", "arguments": ""}
-    assert second.tool_calls == [{"index": 0, "function": {"arguments": '{"a": 1}'}}]
-    assert third.tool_calls[0]["index"] == 1
-    assert fourth.tool_calls == [{"index": 1, "function": {"arguments": "{}"}}]
-    calls = made.message().tool_calls
-    assert [c["function"] for c in calls] == [
-        {"name": "add", "arguments": '{"a": 1}'},
-        {"name": "now", "arguments": "{}"},
-    ]
-    assert [c["id"] for c in calls] == [first.tool_calls[0]["id"], third.tool_calls[0]["id"]]

@@ -20,10 +20,10 @@ from tests.support.completions.messages import (
     HELLO,
     accumulated,
     answer_of,
-    events_of,
     interaction_of,
     whole_of,
 )
+from tests.support.laws.apis.given import events_of
 
 ARGUMENTS = st.sampled_from(
     [
@@ -84,8 +84,7 @@ def test_a_stream_is_its_whole_answer(steps: list[tuple[str, str]], hidden: bool
     if hidden:
         fields["thinking"] = {"type": "adaptive", "display": "omitted"}
     whole = whole_of(answer_of(**fields).whole([interaction]))
-    events = events_of(streamed(answer_of(**fields), deltas, interaction))
-    assert accumulated(events) == whole
+    assert accumulated(streamed(answer_of(**fields), deltas, interaction)) == whole
     assert any(block.type != "thinking" for block in whole.content)
     thoughts = [block for block in whole.content if block.type == "thinking"]
     assert all(bool(block.thinking) is not hidden and block.signature for block in thoughts)
@@ -115,8 +114,8 @@ def test_a_client_that_joins_late_gets_the_same_in_the_usual_order(
     deltas, interaction = built(steps)
     if interaction.request:
         return
-    events = events_of(streamed(answer_of(), [merge_deltas(deltas)], interaction))
-    assert accumulated(events) == whole_of(answer_of().whole([interaction]))
+    stream = streamed(answer_of(), [merge_deltas(deltas)], interaction)
+    assert accumulated(stream) == whole_of(answer_of().whole([interaction]))
 
 
 def test_the_blocks_of_an_answer() -> None:
@@ -138,27 +137,20 @@ def test_the_blocks_of_an_answer() -> None:
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (7, 3)
 
 
-@pytest.mark.parametrize(
-    ("finish", "matched", "reason", "sequence"),
-    [
+def test_why_it_ended_is_told_in_anthropics_words() -> None:
+    for finish, matched, reason, sequence in (
         ("stop", None, "end_turn", None),
         ("stop", 1, "stop_sequence", "b"),
         ("length", None, "max_tokens", None),
-        ("tool_calls", None, "tool_use", None),
         ("tool_calls", 0, "tool_use", None),
         ("abort", None, "max_tokens", None),
-    ],
-)
-def test_why_it_ended(finish: str, matched: int | None, reason: str, sequence: str | None) -> None:
-    request = {} if matched is None else {"matched_stop": matched}
-    interaction = interaction_of({"content": "x"}, finish, **request)
-    for stream in (False, True):
-        answer = answer_of(stop_sequences=["a", "b"])
-        if stream:
-            got = accumulated(events_of(streamed(answer, [MessageDelta("x")], interaction)))
-        else:
-            got = whole_of(answer.whole([interaction]))
-        assert (got.stop_reason, got.stop_sequence) == (reason, sequence)
+    ):
+        request = {} if matched is None else {"matched_stop": matched}
+        interaction = interaction_of({"content": "x"}, finish, **request)
+        whole = whole_of(answer_of(stop_sequences=["a", "b"]).whole([interaction]))
+        stream = streamed(answer_of(stop_sequences=["a", "b"]), [MessageDelta("x")], interaction)
+        for got in (whole, accumulated(stream)):
+            assert (got.stop_reason, got.stop_sequence) == (reason, sequence)
 
 
 def test_an_answer_without_a_word_has_a_text_to_be_found() -> None:

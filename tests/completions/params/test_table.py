@@ -99,13 +99,6 @@ def test_what_is_so_anyway_passes_and_else_is_refused(each: tuple[str, Parameter
             assert row.meaning in raised.value.message
 
 
-def test_true_is_no_number() -> None:
-    for name, value in (("length_penalty", True), ("min_tokens", False), ("ignore_eos", 0)):
-        with pytest.raises(UnsupportedParameter):
-            parse(**{name: value})
-    assert parse(length_penalty=1.0).recorded == {"length_penalty": 1.0}
-
-
 BENDING: dict[str, Any] = {
     "temperature": 0,
     "top_p": 0.5,
@@ -149,46 +142,28 @@ def test_what_bends_the_distribution_is_untrainable(each: tuple[str, Parameter])
         assert (trained.untrainable, trained.overrides) == (row.untrainable, {})
 
 
-@pytest.mark.parametrize("key", ["beam_width", "api_base", "num_retries", "\n" * 500, "x" * 500])
-def test_unknown_ones_are_refused_by_name(key: str) -> None:
-    with pytest.raises(UnsupportedParameter) as raised:
-        parse(told={"unknown": "refuse"}, **{key: 1})
-    assert len(raised.value.message) < 200
-    assert raised.value.param
-    assert raised.value.param.isprintable()
-
-
-@pytest.mark.parametrize(
-    ("api", "key"),
-    [("chat", "prompt"), ("chat", "echo"), ("completions", "messages"), ("completions", "tools")],
-)
-def test_parameters_of_the_other_route_are_unknown(api: str, key: str) -> None:
-    with fails_with(UnsupportedParameter, param=key):
-        parse(api=api, **{key: 1})
-
-
-def test_a_misspelt_name_has_a_hint() -> None:
+def test_unknown_ones_are_refused_by_name_with_a_hint() -> None:
+    for key in ("beam_width", "api_base", "\n" * 500, "x" * 500):
+        with pytest.raises(UnsupportedParameter) as raised:
+            parse(told={"unknown": "refuse"}, **{key: 1})
+        assert len(raised.value.message) < 200
+        assert raised.value.param and raised.value.param.isprintable()
     with fails_with(UnsupportedParameter, "max_tokens", param="max_token"):
         parse(told={"unknown": "refuse"}, max_token=1)
 
 
-@pytest.mark.parametrize("body", [None, [], "x", 5, True])
 @pytest.mark.parametrize("api", BODIES)
-def test_a_body_that_is_no_object(api: str, body: Any) -> None:
-    with fails_with(InvalidRequest, "JSON object"):
-        parse(api=api, body=body)
+def test_a_body_that_is_no_object_is_refused(api: str) -> None:
+    for body in (None, [], "x", 5, True):
+        with fails_with(InvalidRequest, "JSON object"):
+            parse(api=api, body=body)
 
 
 def test_what_is_recorded_is_bounded() -> None:
     assert parse(metadata={"a": "x" * 1000}).recorded
-    with fails_with(InvalidRequest, "bytes", param="metadata"):
-        parse(metadata={"a": "x" * 100_000})
-    with fails_with(InvalidRequest, param="user"):
-        parse(user="x" * 100_000)
+    for asked in ({"metadata": {"a": "x" * 100_000}}, {"user": "x" * 100_000}):
+        with fails_with(InvalidRequest, param=next(iter(asked))):
+            parse(**asked)
     with fails_with(InvalidRequest, param="metadata"):
         parse(metadata={"a": "\ud800"})
-
-
-def test_the_run_itself_bends_nothing() -> None:
-    assert parse().gconfig == RUN
-    assert parse().untrainable is None
+    assert (parse().gconfig, parse().untrainable) == (RUN, None), "the run itself bends nothing"

@@ -23,53 +23,23 @@ def test_the_least_that_can_be_asked() -> None:
     assert call.gconfig == RUN.new(max_new_tokens=16)
     assert (call.n, call.logprobs, call.top_logprobs, call.echo) == (1, False, 0, False)
     assert (call.overrides, call.untrainable) == ({}, None)
-
-
-def test_the_default_of_tokens_is_within_the_runs() -> None:
     assert text(run=RUN.new(max_new_tokens=5)).gconfig.max_new_tokens == 5
     assert text(max_tokens=50).gconfig.max_new_tokens == 50
 
 
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [
+def test_a_prompt_is_a_text_or_ids_or_several_of_them() -> None:
+    for prompt, prompts in (
         ("a", ("a",)),
         (["a", "b"], ("a", "b")),
         ([1, 2], ((1, 2),)),
         ([[1, 2], [3]], ((1, 2), (3,))),
         (["a", [3]], ("a", (3,))),
-    ],
-)
-def test_a_prompt_is_a_text_or_ids_or_several_of_them(prompt: Any, prompts: Any) -> None:
-    assert text(prompt=prompt).prompts == prompts
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        None,
-        "",
-        [],
-        [""],
-        [[]],
-        5,
-        {},
-        [1, "a"],
-        [1.0],
-        [True],
-        [-1],
-        [2**31],
-        [[1], 2],
-        [[[1]]],
-        [None],
-        "\ud800",
-        ["a"] * 129,
-    ],
-    ids=lambda prompt: str(prompt)[:40],
-)
-def test_prompts_that_are_none(prompt: Any) -> None:
-    with fails_with(InvalidRequest, param="prompt"):
-        text(prompt=prompt)
+    ):
+        assert text(prompt=prompt).prompts == prompts
+    nothing: list[Any] = [None, "", [], [""], [[]], 5, {}, [1, "a"], [1.0], [True], [-1], [2**31]]
+    for prompt in [*nothing, [[1], 2], [[[1]]], [None], "\ud800", ["a"] * 129]:
+        with fails_with(InvalidRequest, param="prompt"):
+            text(prompt=prompt)
 
 
 def test_a_prompt_that_no_context_holds() -> None:
@@ -84,9 +54,6 @@ def test_logprobs_is_a_number_of_alternatives() -> None:
         assert (call.logprobs, call.top_logprobs) == (True, asked)
     with fails_with(InvalidRequest, "0 to 20", param="logprobs"):
         text(logprobs=True)
-
-
-def test_echo_is_taken_without_logprobs() -> None:
     assert text(echo=True).echo
     with fails_with(UnsupportedParameter, param="echo"):
         text(echo=True, logprobs=0)
@@ -100,8 +67,3 @@ def test_choices_are_bounded_and_none_is_discarded() -> None:
     assert text(n=64, prompt=["a", "b"]).n == 64
     with fails_with(InvalidRequest, param="n"):
         text(n=65, prompt=["a", "b"])
-
-
-def test_a_regex_becomes_a_grammar_which_trains_nothing() -> None:
-    call = text(guided_regex="a+")
-    assert (call.gconfig.grammar, call.untrainable) == ('{"regex":"a+"}', "grammar")

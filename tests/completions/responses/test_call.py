@@ -12,7 +12,7 @@ from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.responses.encoder import ResponsesEncoder
-from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
+from any_agent.errors import AnyAgentError, EngineUnavailable, InvalidRequest, UnsupportedParameter
 from any_agent.types import Interaction
 from tests.completions.responses.test_input_items import CHAT_CALL, HEX, recorded
 from tests.support.completions.responses import parse, valid_events, valid_response
@@ -48,60 +48,50 @@ def test_a_call_is_as_a_chat_calls() -> None:
     assert "tools" not in chat.kept["responses"]
 
 
-def test_what_is_not_shown_is_repeated() -> None:
-    call = parse(tools=[TOOL], tool_choice="none")
-    assert call.chat.tools is None
-    assert call.chat.kept["responses"]["tools"] == call.repeated["tools"]
-
-
-@pytest.mark.parametrize("value", [3, [], {}, {"x": 1}, "auto" * 200, None, True, [{"type": 3}]])
 @pytest.mark.parametrize(
     "name", ["reasoning", "text", "include", "stream_options", "tools", "tool_choice", "metadata"]
 )
-def test_odd_values_are_refused_or_taken(name: str, value: Any) -> None:
-    try:
-        parse(**{name: value})
-    except Exception as error:
-        assert getattr(error, "status", 500) == 400, error
-        assert name in str(getattr(error, "param", ""))
-
-
-def test_options_are_known_by_name() -> None:
-    for field in ("reasoning", "text", "stream_options"):
-        odd: dict[str, Any] = {field: {"surprise": 1}}
-        with fails_with(UnsupportedParameter, param=f"{field}.surprise"):
-            parse(**odd)
+def test_odd_values_are_refused_or_taken(name: str) -> None:
+    for value in (3, [], {}, {"x": 1}, "auto" * 200, None, True, [{"type": 3}], {"surprise": 1}):
+        try:
+            parse(**{name: value})
+        except AnyAgentError as error:
+            assert error.status == 400 and name in str(error.param), error
+    wrong = {"type": "xml"}
+    with fails_with(UnsupportedParameter, param="text.format"):
+        parse(text={"format": wrong})
 
 
 ENTRY = {"type": "function", "name": "f"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [ENTRY]}
 
 
-@pytest.mark.parametrize("choice", ["none", "required", ENTRY, ALLOWED])
-def test_the_choice_of_tools_is_repeated(choice: Any) -> None:
-    call = parse(tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=choice)
-    assert call.repeated["tool_choice"] == choice
-    assert call.chat.kept["responses"]["tool_choice"] == choice
+def test_the_choice_of_tools_is_repeated() -> None:
+    for choice in ("none", "required", ENTRY, ALLOWED):
+        call = parse(tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=choice)
+        assert call.repeated["tool_choice"] == choice
+        assert call.chat.kept["responses"]["tool_choice"] == choice
+    # What the model is not shown is kept for it.
+    call = parse(tools=[TOOL], tool_choice="none")
+    assert call.chat.tools is None
+    assert call.chat.kept["responses"]["tools"] == call.repeated["tools"]
 
 
-@pytest.mark.parametrize(
-    ("choice", "param"),
-    [
+def test_no_choice_of_tools_is_repeated_without_end() -> None:
+    cases: list[tuple[Any, str]] = [
         ({**ENTRY, "junk": LONG}, "tool_choice.junk"),
         ({**ALLOWED, "junk": LONG}, "tool_choice.junk"),
         ({**ALLOWED, LONG: None}, f"tool_choice.{'x' * 60}"),
         ({**ALLOWED, "tools": [{**ENTRY, "junk": LONG}]}, "tool_choice.tools[0].junk"),
         ({**ALLOWED, "tools": [ENTRY] * 1025}, "tool_choice"),
         ({**ALLOWED, "tools": [{**ENTRY, "name": LONG}]}, "tool_choice"),
-        ({**ALLOWED, "mode": LONG}, "tool_choice"),
-        ({"type": LONG}, "tool_choice"),
+        *(({**ALLOWED, "mode": LONG}, "tool_choice"), ({"type": LONG}, "tool_choice")),
         (LONG, "tool_choice"),
-    ],
-)
-def test_no_choice_of_tools_is_repeated_without_end(choice: Any, param: str) -> None:
-    with fails_with((InvalidRequest, UnsupportedParameter), param=param) as raised:
-        parse(tools=[TOOL], tool_choice=choice)
-    assert len(raised.value.message) < 500
+    ]
+    for choice, param in cases:
+        with fails_with((InvalidRequest, UnsupportedParameter), param=param) as raised:
+            parse(tools=[TOOL], tool_choice=choice)
+        assert len(raised.value.message) < 500
 
 
 def test_a_formats_texts_are_bounded() -> None:
@@ -137,33 +127,25 @@ def _said() -> tuple[list[Delta], Interaction]:
     return [Delta(step, [3], [-0.5]) for step in steps], interaction
 
 
-@pytest.mark.parametrize("encrypts", [False, True])
-def test_a_stream_comes_to_the_whole_answer(encrypts: bool) -> None:
-    fields: dict[str, Any] = {"tools": [TOOL], "instructions": "x", "metadata": {"a": 1}}
-    if encrypts:
-        fields["include"] = ["reasoning.encrypted_content"]
-    deltas, interaction = _said()
-    answer = _answer(**fields)
-    stream = answer.start(0) + b"".join(answer.delta(each) for each in deltas)
-    stream += answer.end(0, interaction) + answer.last([interaction])
-    events = valid_events(stream)
-    whole = _answer(**fields).whole([interaction])
-    assert events[-1]["type"] == "response.completed"
-    assert events[-1]["response"] == orjson.loads(whole)
-    response = valid_response(whole)
-    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
-    assert response.output_text == 'a "é🙂'
-    assert (b"encrypted_content" in whole) is encrypts
-
-
-def test_a_delta_of_several_kinds_is_told_whole() -> None:
-    deltas, interaction = _said()
-    merged = Delta(merge_deltas(each.message for each in deltas), [3], [-0.5])
-    answer = _answer()
-    stream = answer.start(0) + answer.delta(merged)
-    stream += answer.end(0, interaction) + answer.last([interaction])
-    last = valid_events(stream)[-1]
-    assert last["response"] == orjson.loads(_answer().whole([interaction]))
+@pytest.mark.parametrize("merged", [False, True], ids=["as sampled", "in one delta"])
+def test_a_stream_comes_to_the_whole_answer(merged: bool) -> None:
+    for encrypts in (False, True):
+        fields: dict[str, Any] = {"tools": [TOOL], "instructions": "x", "metadata": {"a": 1}}
+        if encrypts:
+            fields["include"] = ["reasoning.encrypted_content"]
+        deltas, interaction = _said()
+        if merged:
+            deltas = [Delta(merge_deltas(each.message for each in deltas), [3], [-0.5])]
+        answer = _answer(**fields)
+        stream = answer.start(0) + b"".join(answer.delta(each) for each in deltas)
+        stream += answer.end(0, interaction) + answer.last([interaction])
+        last = valid_events(stream)[-1]
+        whole = _answer(**fields).whole([interaction])
+        assert (last["type"], last["response"]) == ("response.completed", orjson.loads(whole))
+        response = valid_response(whole)
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+        assert response.output_text == 'a "é🙂'
+        assert (b"encrypted_content" in whole) is encrypts
 
 
 def test_a_stream_that_breaks_keeps_what_was_whole() -> None:
@@ -177,23 +159,15 @@ def test_a_stream_that_breaks_keeps_what_was_whole() -> None:
     assert [item["type"] for item in last["response"]["output"]] == ["reasoning"]
 
 
-@pytest.mark.parametrize(
-    ("reason", "kind", "status"),
-    [
-        ("length", "response.incomplete", "incomplete"),
-        ("abort", "response.failed", "failed"),
-        ("stop", "response.completed", "completed"),
-    ],
-)
-def test_a_finish_reason_becomes_the_streams_last_event(
-    reason: Any, kind: str, status: str
-) -> None:
-    interaction = recorded(content="")
-    interaction.finish_reason = reason
-    answer = _answer()
-    stream = answer.start(0) + answer.end(0, interaction) + answer.last([interaction])
-    last = valid_events(stream)[-1]
-    assert (last["type"], last["response"]["status"]) == (kind, status)
-    (item,) = last["response"]["output"]
-    assert item["type"] == "message" and item["content"][0]["text"] == ""
-    assert last["response"] == orjson.loads(_answer().whole([interaction]))
+def test_a_finish_reason_becomes_the_streams_last_event() -> None:
+    reasons: dict[Any, str] = {"length": "incomplete", "abort": "failed", "stop": "completed"}
+    for reason, status in reasons.items():
+        interaction = recorded(content="")
+        interaction.finish_reason = reason
+        answer = _answer()
+        stream = answer.start(0) + answer.end(0, interaction) + answer.last([interaction])
+        last = valid_events(stream)[-1]
+        assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
+        (item,) = last["response"]["output"]
+        assert item["type"] == "message" and item["content"][0]["text"] == ""
+        assert last["response"] == orjson.loads(_answer().whole([interaction]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from any_agent.completions.responses.history import ItemHistory, messages_before, parted
@@ -14,13 +13,11 @@ from any_agent.completions.responses.stored_response import answer_of, deleted_r
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, UnsupportedParameter
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
-    Continuation,
-    GenerationHyperparameters,
     Interaction,
     Message,
-    logprob_array,
 )
 from tests.support.errors import fails_with
+from tests.support.records import make_interaction
 
 HEX = "0123456789abcdef" * 2
 ID = f"resp_{HEX}"
@@ -47,23 +44,13 @@ def recorded(
     instructed: int = 0,
     **out: Any,
 ) -> Interaction:
-    return Interaction(
-        id=id,
-        session_id="s",
-        parent_id=parent,
-        prompt_delta_ids=np.array([1, 2], dtype=np.int32),
-        output_ids=np.array([3], dtype=np.int32),
-        output_logprobs=logprob_array([-0.5]),
-        output_versions=np.array([0], dtype=np.int32),
+    return make_interaction(
+        id,
+        parent,
+        output=(3,),
         message_delta=[USER] if delta is None else delta,
         output_message={"role": "assistant", "content": "a", **out},
-        finish_reason="stop",
-        gconfig=GenerationHyperparameters(),
         model="m",
-        tools=None,
-        continuation=Continuation.EXACT if parent else Continuation.ROOT,
-        branch_reason=None,
-        untrainable_reason=None,
         request={"responses": {"instructions": instructed} if instructed else {}},
         created_at=1.0,
     )
@@ -73,54 +60,41 @@ def tree_of(*interactions: Interaction) -> InteractionTree:
     return InteractionTree.from_interactions(interactions)
 
 
-def test_a_text_is_the_users() -> None:
+SAYING: list[tuple[list[Any], list[Message]]] = [
+    ([{"role": "developer", "content": "d"}], [{"role": "system", "content": "d"}]),
+    ([{"role": "user", "content": [{"type": "input_text", "text": t} for t in "hi"]}], [USER]),
+    # What one answer said is one message.
+    (
+        [THOUGHT, SAID, CALL],
+        [assistant(reasoning_content="r", content="a", tool_calls=[CHAT_CALL])],
+    ),
+    ([CALL, CALL], [assistant(tool_calls=[CHAT_CALL, CHAT_CALL])]),
+    ([CALL, SAID], [assistant(tool_calls=[CHAT_CALL], content="a")]),
+    # Two texts in a row are two answers, and so is what is thought after one.
+    ([SAID, SAID], [assistant(content="a"), assistant(content="a")]),
+    ([SAID, THOUGHT], [assistant(content="a"), assistant(reasoning_content="r")]),
+    ([CALL, THOUGHT], [assistant(tool_calls=[CHAT_CALL]), assistant(reasoning_content="r")]),
+    ([SAID, USER, SAID], [assistant(content="a"), USER, assistant(content="a")]),
+    *(
+        (
+            [{"type": "function_call_output", "call_id": "c", "output": output}],
+            [{"role": "tool", "tool_call_id": "c", "content": "7"}],
+        )
+        for output in ("7", [{"type": "input_text", "text": "7"}])
+    ),
+    ([{"type": "reasoning", "summary": []}], [assistant()]),
+    (
+        [{"type": "reasoning", "summary": [], "encrypted_content": encoded("é")}],
+        [assistant(reasoning_content="é")],
+    ),
+    ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}], [assistant()]),
+]
+
+
+def test_items_are_messages() -> None:
     assert messages_of("hi", ItemHistory(None)) == [USER]
-
-
-@pytest.mark.parametrize(
-    ("items", "expected"),
-    [
-        ([{"role": "developer", "content": "d"}], [{"role": "system", "content": "d"}]),
-        (
-            [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "hi"]}],
-            [USER],
-        ),
-        # What one answer said is one message.
-        (
-            [THOUGHT, SAID, CALL],
-            [assistant(reasoning_content="r", content="a", tool_calls=[CHAT_CALL])],
-        ),
-        ([CALL, CALL], [assistant(tool_calls=[CHAT_CALL, CHAT_CALL])]),
-        ([CALL, SAID], [assistant(tool_calls=[CHAT_CALL], content="a")]),
-        # Two texts in a row are two answers, and so is what is thought after one.
-        ([SAID, SAID], [assistant(content="a"), assistant(content="a")]),
-        ([SAID, THOUGHT], [assistant(content="a"), assistant(reasoning_content="r")]),
-        ([CALL, THOUGHT], [assistant(tool_calls=[CHAT_CALL]), assistant(reasoning_content="r")]),
-        ([SAID, USER, SAID], [assistant(content="a"), USER, assistant(content="a")]),
-        (
-            [{**CALL, "type": "function_call_output", "output": "7"}],
-            [{"role": "tool", "tool_call_id": "c", "content": "7"}],
-        ),
-        (
-            [
-                {
-                    "type": "function_call_output",
-                    "call_id": "c",
-                    "output": [{"type": "input_text"} | {"text": "7"}],
-                }
-            ],
-            [{"role": "tool", "tool_call_id": "c", "content": "7"}],
-        ),
-        ([{"type": "reasoning", "summary": []}], [assistant()]),
-        (
-            [{"type": "reasoning", "summary": [], "encrypted_content": encoded("é")}],
-            [assistant(reasoning_content="é")],
-        ),
-        ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}], [assistant()]),
-    ],
-)
-def test_items_are_messages(items: list[Any], expected: list[Message]) -> None:
-    assert messages(*items) == expected
+    for items, expected in SAYING:
+        assert messages(*items) == expected
 
 
 def test_ids_tell_what_is_of_one_answer() -> None:
@@ -130,44 +104,33 @@ def test_ids_tell_what_is_of_one_answer() -> None:
     assert len(messages(first[0], other)) == 2
 
 
-@pytest.mark.parametrize(
-    ("item", "kind", "param", "said"),
-    [
-        ("x", InvalidRequest, "input[1]", "an object"),
-        ({}, InvalidRequest, "input[1]", "must have a type"),
-        ({"type": 3}, InvalidRequest, "input[1]", "must have a type"),
-        ({"type": "computer_call"}, UnsupportedParameter, "input[1]", "computer_call"),
-        ({"type": "é" * 999}, UnsupportedParameter, "input[1]", "is a"),
-        ({"type": "message", "role": "tool"}, InvalidRequest, "input[1].role", "user, assistant"),
-        ({"role": "user"}, InvalidRequest, "input[1].content", "a text"),
-        (
-            {"role": "user", "content": [{"type": "input_image"}]},
-            InvalidRequest,
-            "input[1].content[0]",
-            "reads text only",
-        ),
-        (
-            {"role": "user", "content": [{"type": "input_text", "text": 3}]},
-            InvalidRequest,
-            "input[1].content[0].text",
-            "a string",
-        ),
-        ({**CALL, "arguments": {}}, InvalidRequest, "input[1].arguments", "a string"),
-        ({**CALL, "call_id": None}, InvalidRequest, "input[1].call_id", "a string"),
-        ({"type": "function_call_output", "call_id": "c"}, InvalidRequest, "input[1].output", ""),
-        ({"type": "reasoning", "summary": 3}, InvalidRequest, "input[1].summary", "a list"),
-        ({"type": "reasoning", "content": [3]}, InvalidRequest, "input[1].content[0]", ""),
-        ({"type": "item_reference"}, InvalidRequest, "input[1].id", "a string"),
-        ({"type": "item_reference", "id": "x"}, NotFound, "input[1]", "send it whole"),
-        ({"role": "user", "content": "\ud800"}, InvalidRequest, "input[1].content", "surrogate"),
-    ],
-)
-def test_what_is_wrong_is_named(
-    item: Any, kind: type[AnyAgentError], param: str, said: str
-) -> None:
-    with fails_with(kind, param=param) as raised:
-        messages(USER, item)
-    assert said in raised.value.message and len(raised.value.message) < 600
+WRONG: list[tuple[Any, type[AnyAgentError], str]] = [
+    *((item, InvalidRequest, "") for item in ("x", {}, {"type": 3})),
+    *(({"type": kind}, UnsupportedParameter, "") for kind in ("computer_call", "é" * 999)),
+    ({"type": "message", "role": "tool"}, InvalidRequest, ".role"),
+    ({"role": "user"}, InvalidRequest, ".content"),
+    ({"role": "user", "content": [{"type": "input_image"}]}, InvalidRequest, ".content[0]"),
+    (
+        {"role": "user", "content": [{"type": "input_text", "text": 3}]},
+        InvalidRequest,
+        ".content[0].text",
+    ),
+    ({**CALL, "arguments": {}}, InvalidRequest, ".arguments"),
+    ({**CALL, "call_id": None}, InvalidRequest, ".call_id"),
+    ({"type": "function_call_output", "call_id": "c"}, InvalidRequest, ".output"),
+    ({"type": "reasoning", "summary": 3}, InvalidRequest, ".summary"),
+    ({"type": "reasoning", "content": [3]}, InvalidRequest, ".content[0]"),
+    ({"type": "item_reference"}, InvalidRequest, ".id"),
+    ({"type": "item_reference", "id": "x"}, NotFound, ""),
+    ({"role": "user", "content": "\ud800"}, InvalidRequest, ".content"),
+]
+
+
+def test_what_is_wrong_is_named_by_its_place() -> None:
+    for item, kind, place in WRONG:
+        with fails_with(kind, param=f"input[1]{place}") as raised:
+            messages(USER, item)
+        assert len(raised.value.message) < 600
 
 
 def test_references_are_items_of_the_sessions_answers() -> None:
@@ -206,32 +169,26 @@ def test_what_comes_before_is_the_sessions() -> None:
         messages_before(ID, tree_of(strip_content(recorded())))
 
 
-@pytest.mark.parametrize(
-    ("system", "lines", "instructions", "left"),
-    [
+def test_instructions_are_told_from_other_system_messages() -> None:
+    for system, lines, instructions, left in (
         (["a"], 1, "a", []),
         (["a\n\n b\n"], 2, "a\n\n b\n", []),
         (["a", "b"], 1, "a", ["b"]),
         # As an earlier request had them in its system messages.
         (["a\nb"], 1, "a", ["b"]),
         (["a\n \n\n b\n"], 1, "a\n ", [" b\n"]),
-        (["a", "b", "c"], 2, "a\nb", ["c"]),
         (["a", "b\nc", "d"], 2, "a\nb", ["c", "d"]),
         (["", "a"], 1, "\na", []),
         # Of journals that did not count them.
         (["a\nb", "c"], True, "a\nb", ["c"]),
-    ],
-)
-def test_instructions_are_told_from_other_system_messages(
-    system: list[str], lines: int, instructions: str, left: list[str]
-) -> None:
-    delta = [*({"role": "system", "content": text} for text in system), USER]
-    interaction = recorded(delta=delta, instructed=lines)
-    tree = tree_of(interaction)
-    told, messages = parted(interaction, tree)
-    assert told == instructions
-    assert messages == [*({"role": "system", "content": text} for text in left), USER]
-    assert messages_before(ID, tree) == [*messages, interaction.output_message]
+    ):
+        delta = [*({"role": "system", "content": text} for text in system), USER]
+        interaction = recorded(delta=delta, instructed=lines)
+        tree = tree_of(interaction)
+        told, messages = parted(interaction, tree)
+        assert told == instructions
+        assert messages == [*({"role": "system", "content": text} for text in left), USER]
+        assert messages_before(ID, tree) == [*messages, interaction.output_message]
 
 
 def test_instructions_that_say_nothing() -> None:
@@ -269,7 +226,7 @@ def test_what_an_answer_is_an_answer_to() -> None:
     assert messages(*items) == [USER, said, told]
 
 
-@pytest.mark.parametrize("text", ["aa1.", "aa1.%%%", "aa1.gA==", "other", "", "aa1.é"])
-def test_what_is_not_ours_brings_nothing_back(text: str) -> None:
-    assert not decoded(text)
+def test_what_is_not_ours_brings_nothing_back() -> None:
+    for text in ("aa1.", "aa1.%%%", "aa1.gA==", "other", "", "aa1.é"):
+        assert not decoded(text)
     assert decoded(encoded("né 🙂")) == "né 🙂"

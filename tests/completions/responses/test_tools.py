@@ -104,27 +104,19 @@ def test_tools_in_the_input_are_shown_with_the_others() -> None:
         parse([item, {"role": "user", "content": "hi"}], tools=[{**READ, "description": "Else."}])
 
 
-@pytest.mark.parametrize(
-    "kind", ["web_search", "web_search_preview_2025_03_11", "code_interpreter", "mcp"]
-)
-def test_what_only_openai_runs_is_left_out_and_named(kind: str) -> None:
-    tool = {"type": kind, "server_label": "x"}
-    call = parse(tools=[tool, READ, {**OTHER, "tools": [FIND, tool]}])
-    assert shown(call) == ["read", "web__find"]
-    assert call.chat.ignored == (f"tools.{kind}",)
-    assert call.chat.recorded[f"tools.{kind}"] == [tool, tool]
-    with fails_with(UnsupportedParameter, param="tools"):
-        strictly(tools=[tool])
-
-
-def test_a_key_of_a_tool_that_is_left_out_is_not_recorded() -> None:
+def test_what_only_openai_runs_is_left_out_and_named() -> None:
+    for kind in ("web_search", "web_search_preview_2025_03_11", "code_interpreter", "mcp"):
+        tool = {"type": kind, "server_label": "x"}
+        call = parse(tools=[tool, READ, {**OTHER, "tools": [FIND, tool]}])
+        assert shown(call) == ["read", "web__find"]
+        assert call.chat.ignored == (f"tools.{kind}",)
+        assert call.chat.recorded[f"tools.{kind}"] == [tool, tool]
+        assert parse(tools=[tool]).chat.tools is None
+        with fails_with(UnsupportedParameter, param="tools"):
+            strictly(tools=[tool])
+    # A key of such a tool is not recorded.
     call = parse(tools=[{"type": "mcp", "authorization": "sk-1"}])
     assert call.chat.ignored == ("tools.mcp",) and not call.chat.recorded
-
-
-def test_a_request_for_nothing_but_what_openai_runs_is_answered_without_it() -> None:
-    call = parse(tools=[{"type": "web_search"}])
-    assert call.chat.tools is None and "tools.web_search" in call.chat.ignored
 
 
 def test_a_function_that_waits_to_be_searched_for_is_shown_at_once() -> None:
@@ -145,30 +137,23 @@ def test_a_function_of_a_group_may_be_chosen() -> None:
     assert kept["namespaces"] == [["web", "", 0, 1]] and len(kept["tools"]) == 2
 
 
-@pytest.mark.parametrize(
-    "tools",
-    [
+def test_a_wrong_group_or_tool_is_refused() -> None:
+    wrongs: list[list[Any]] = [
         [{"type": "namespace"}],
-        [{**OTHER, "name": ""}],
-        [{**OTHER, "name": 3}],
-        [{**OTHER, "tools": {}}],
+        *([{**OTHER, "name": name}] for name in ("", 3, "x" * 256)),
+        *([{**OTHER, "tools": tools}] for tools in ({}, [3], [{"type": "function"}])),
         [{**OTHER, "description": 3}],
-        [{**OTHER, "tools": [3]}],
         [OTHER, OTHER],
         [OTHER, {**FIND, "name": "web__find"}],
         [{**OTHER, "tools": [{**FIND, "name": f"f{k}"} for k in range(1025)]}],
-        [{**OTHER, "name": "x" * 256}],
-    ],
-)
-def test_a_wrong_group_is_refused(tools: Any) -> None:
-    with fails_with(InvalidRequest, param="tools"):
-        parse(tools=tools)
-
-
-@pytest.mark.parametrize("tool", [OTHER, {"type": "shell"}, {"type": "local_shell"}], ids=str)
-def test_a_tool_that_the_agent_would_run_in_another_way_is_refused(tool: Any) -> None:
-    with fails_with(UnsupportedParameter, param="tools"):
-        parse(tools=[{**OTHER, "tools": [tool]}])
+    ]
+    for tools in wrongs:
+        with fails_with(InvalidRequest, param="tools"):
+            parse(tools=tools)
+    # What the agent would run in another way.
+    for tool in (OTHER, {"type": "shell"}, {"type": "local_shell"}):
+        with fails_with(UnsupportedParameter, param="tools"):
+            parse(tools=[{**OTHER, "tools": [tool]}])
 
 
 def test_a_custom_tool_is_shown_as_a_function_of_one_text() -> None:
@@ -221,27 +206,21 @@ def test_a_custom_tool_may_be_chosen() -> None:
             parse(tools=[READ, PATCH], tool_choice=wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"name": 3},
-        {"name": ""},
-        {"name": None},
+def test_a_wrong_custom_tool_is_refused() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "x"}
+    wrongs: list[dict[str, Any]] = [
+        *({"name": name} for name in (3, None)),
         {"description": 3},
-        {"format": "lark"},
-        {"format": {"type": "json"}},
-        {"format": {"type": "grammar"}},
-        {"format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}},
-        {"format": {"type": "grammar", "syntax": "lark", "definition": 3}},
-    ],
-    ids=str,
-)
-def test_a_wrong_custom_tool_is_refused(wrong: dict[str, Any]) -> None:
-    for tools in ([{**PATCH, **wrong}], [{**OTHER, "tools": [{**PATCH, **wrong}]}]):
-        if wrong == {"name": ""} and tools[0]["type"] == "namespace":
-            continue
-        with fails_with(InvalidRequest, param="tools"):
-            parse(tools=tools)
+        *({"format": form} for form in ("lark", {"type": "json"}, {"type": "grammar"})),
+        {"format": {**grammar, "syntax": "ebnf"}},
+        {"format": {**grammar, "definition": 3}},
+    ]
+    for wrong in wrongs:
+        for tools in ([{**PATCH, **wrong}], [{**OTHER, "tools": [{**PATCH, **wrong}]}]):
+            with fails_with(InvalidRequest, param="tools"):
+                parse(tools=tools)
+    with fails_with(InvalidRequest, param="tools"):
+        parse(tools=[{**PATCH, "name": ""}])
 
 
 def test_which_reasoning_the_model_sees_is_the_templates_choice() -> None:

@@ -15,7 +15,6 @@ from any_agent.direct import EngineOpenAI
 from any_agent.direct.transport import model_calls
 from any_agent.engine import SGLangEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound
-from any_agent.sdk import session_context
 from proxy_ext.web import permissions
 from router.metrics import known_routes
 from tests.support.extend_page import run_code_of
@@ -28,18 +27,14 @@ from tests.support.scripted_engine import ScriptedEngine
 @pytest.fixture
 def echo() -> Iterator[Api]:
     """The document's API, registered for one test."""
-    before = dict(apis._APIS), dict(permissions.RULES), set(permissions._FIXED)
+    before = dict(apis.APIS), dict(permissions.RULES), set(permissions.FIXED_PATHS)
     run_code_of("Add an API")
-    yield apis._APIS["echo"]
-    for table, content in zip((apis._APIS, permissions.RULES), before, strict=False):
+    yield apis.APIS["echo"]
+    for table, content in zip((apis.APIS, permissions.RULES), before, strict=False):
         table.clear()  # type: ignore[attr-defined]
         table.update(content)  # type: ignore[attr-defined]
-    permissions._FIXED.clear()
-    permissions._FIXED.update(before[2])
-
-
-def events(stream: bytes) -> list[dict[str, Any]]:
-    return [orjson.loads(each[6:]) for each in stream.split(b"\n\n") if each]
+    permissions.FIXED_PATHS.clear()
+    permissions.FIXED_PATHS.update(before[2])
 
 
 async def test_it_is_recorded_continued_streamed_and_exported(
@@ -63,7 +58,8 @@ async def test_it_is_recorded_continued_streamed_and_exported(
     await proxy.complete(key, messages)
     engine.say([*chat.encode("five", special=False), chat.stop_token_ids[0]])
     streamed = await proxy.post("/echo", {"text": "And now?", "stream": True}, key)
-    first, *texts, last = events(streamed.content)
+    events = [orjson.loads(each[6:]) for each in streamed.content.split(b"\n\n") if each]
+    first, *texts, last = events
     assert first["id"].startswith("echo-") and last == {"finish_reason": "stop"}
     assert "".join(each["text"] for each in texts) == "five"
     recorded = await proxy.recorded(session["session_id"])
@@ -110,7 +106,6 @@ def test_every_part_reads_the_registry(echo: Api) -> None:
     assert operation["summary"] == "Echo" and "429" in operation["responses"]
     schema = described["components"]["schemas"]["echo-request"]
     assert schema["required"] == ["text"] and {"text", "stream"} <= schema["properties"].keys()
-    assert session_context._is_agents("/v1/echo") and not session_context._is_agents("/v1/echoes")
 
 
 async def test_a_direct_client_answers_it(

@@ -69,15 +69,15 @@ async def test_its_other_calls_and_its_streams_are_served(proxy: Proxy) -> None:
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
 
 
-@pytest.mark.parametrize("named", [{}, {"model": "policy"}])
-async def test_the_path_names_the_model(start: Start, named: dict[str, str]) -> None:
+async def test_the_path_names_the_model(start: Start) -> None:
     proxy = await start("model.unknown_model=reject")
     await proxy.admit(10)
     headers = {"api-key": (await proxy.open())["api_key"]}
     for model, status in (("policy", 200), ("gpt-5", 404)):
         path = f"/openai/deployments/{model}/chat/completions?api-version=2024-10-21"
-        answer = await proxy.http.post(path, json=BODY | named, headers=headers)
-        assert answer.status_code == status, answer.text
+        for named in ({}, {"model": "policy"}):
+            answer = await proxy.http.post(path, json=BODY | named, headers=headers)
+            assert answer.status_code == status, answer.text
 
 
 async def test_api_key_is_a_key_like_the_others(start: Start) -> None:
@@ -109,29 +109,18 @@ async def test_what_azure_has_not_by_deployment_stays_unknown(proxy: Proxy) -> N
     assert answer.status_code == 405
 
 
-@pytest.mark.parametrize(
-    ("path", "plain", "model"),
-    [
+def test_paths_of_azure_mean_ours() -> None:
+    for path, plain, model in (
         ("/openai/deployments/a/b/chat/completions", "/v1/chat/completions", "a/b"),
         ("/v1/deployments/a/completions", "/v1/completions", "a"),
         ("/deployments/a/embeddings", "/v1/embeddings", "a"),
         ("/openai/responses/resp_1/input_items", "/v1/responses/resp_1/input_items", None),
         ("/openai/v1/models", "/v1/models", None),
-    ],
-)
-def test_paths_of_azure(path: str, plain: str, model: str | None) -> None:
-    assert plain_path(path) == (plain, model)
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/v1/chat/completions", "/openai/deployments//embeddings", "/deployments/a", "/openai/files"],
-)
-def test_other_paths_stay(path: str) -> None:
-    assert plain_path(path) == (path, None)
-
-
-def test_litellm_keeps_what_it_passes_on_to_openai() -> None:
+    ):
+        assert plain_path(path) == (plain, model)
+    for path in ("/v1/chat/completions", "/openai/deployments//embeddings", "/openai/files"):
+        assert plain_path(path) == (path, None)
+    # LiteLLM keeps what it passes on to OpenAI.
     for path in ("/openai/v1/responses", "/openai/chat/completions"):
         assert plain_path(path, litellm=True) == (path, None)
     assert plain_path("/openai/deployments/a/embeddings", litellm=True) == ("/v1/embeddings", "a")

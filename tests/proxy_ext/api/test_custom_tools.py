@@ -10,7 +10,6 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_responses import exact
-from tests.support.completions.responses import valid_events
 from tests.support.openai_agent import TOOLS, agent_of, create, post, said_back
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Restart
@@ -31,7 +30,7 @@ SAID = orjson.dumps({"input": INPUT}).decode().replace("né", "n\\u00e9").replac
 
 
 @BOTH
-async def test_responses(
+async def test_calls_of_custom_tools_go_on_exactly_in_responses(
     restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool
 ) -> None:
     proxy = await restart()
@@ -90,27 +89,10 @@ def ids_of(engine: ScriptedEngine, k: int) -> list[int]:
     return list(engine.requests[k]["input_ids"])
 
 
-async def test_the_events_of_a_call(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
-    key = (await proxy.open())["api_key"]
-    say(engine, chat, call_of(SAID))
-    response = await post(proxy, key, tools=[PATCH], stream=True, max_output_tokens=99)
-    assert response.headers["x-any-agent-ignored"] == "tools.format"
-    events = valid_events(response.content)
-    kinds = [event["type"] for event in events]
-    head = "response.custom_tool_call_input"
-    assert kinds[2:-1] == [
-        "response.output_item.added",
-        f"{head}.delta",
-        f"{head}.done",
-        "response.output_item.done",
-    ]
-    added, delta, done, ended, last = events[2:]
-    assert (added["item"]["input"], delta["delta"], done["input"]) == ("", INPUT, INPUT)
-    assert last["response"]["output"] == [ended["item"]] and ended["item"]["input"] == INPUT
-
-
 @BOTH
-async def test_chat(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool) -> None:
+async def test_calls_of_custom_tools_go_on_exactly_in_chats(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
+) -> None:
     session = await proxy.open()
     key = session["api_key"]
     custom = {"name": "patch", "format": {"type": "grammar", "grammar": GRAMMAR}}
@@ -159,22 +141,6 @@ def merged(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, text in step["custom"].items():
                 call["custom"][name] += text
     return [calls[k] for k in sorted(calls)]
-
-
-@BOTH
-async def test_a_custom_tool_may_be_forced(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    key = (await proxy.open())["api_key"]
-    choice = {"type": "custom", "name": "patch"}
-    forced = chat.forced_call_ids(chat.render(list(HELLO), None), "patch")
-    assert forced is not None
-    say(engine, chat, call_of(SAID).removeprefix(chat.decode(forced)))
-    answer: Any = await create(proxy, key, tools=[*TOOLS, PATCH], tool_choice=choice, stream=stream)
-    (call,) = answer.output
-    assert call.type == "custom_tool_call" and call.input == INPUT
-    assert answer.tool_choice.to_dict() == choice
-    assert ids_of(engine, -1)[-len(forced) :] == list(forced)
 
 
 async def test_a_wrong_call_of_a_custom_tool_is_named(proxy: Proxy) -> None:

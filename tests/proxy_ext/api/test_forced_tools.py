@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,69 +10,30 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS, argument_of
+from tests.proxy_ext.api.test_streams import CALL, TOOLS
 from tests.proxy_ext.test_metrics import scrape
 from tests.support.proxy import HELLO, Proxy
 from tests.support.scripted_engine import ScriptedEngine
-
-
-async def test_a_forced_call_is_opened_by_the_prompt_and_trained_on(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    choice = {"type": "function", "function": {"name": "find"}}
-    plain = chat.render(list(HELLO), TOOLS)
-    forced = chat.forced_call_ids(plain, "find")
-    assert forced is not None
-    rest = CALL.removeprefix(chat.decode(forced))
-    for stream in (False, True):
-        say(engine, chat, rest)
-        if stream:
-            events, _ = await proxy.stream(key, tools=TOOLS, tool_choice=choice, max_tokens=200)
-            arguments = "".join(map(argument_of, events))
-        else:
-            answer = await proxy.complete(key, tools=TOOLS, tool_choice=choice, max_tokens=200)
-            (call,) = answer["choices"][0]["message"]["tool_calls"]
-            arguments = call["function"]["arguments"]
-        assert arguments == ARGUMENTS
-        assert engine.requests[-1]["input_ids"] == [*plain, *forced]
-    for interaction in await proxy.recorded(session["session_id"]):
-        assert interaction.trainable
-        assert chat.decode(interaction.output_ids.tolist()).startswith(rest)
-        assert interaction.request["forced"] == len(forced)
-        assert interaction.prompt_delta_ids.tolist() == [*plain, *forced]
-
 
 HEADER = "x-any-agent-untrainable"
 BENT = {"response_format": {"type": "json_object"}}
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_untrainable_call_says_so_at_once(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, api: str, stream: bool
-) -> None:
-    said: dict[str, Any] = {"model": "m", "messages": list(HELLO), "stream": stream}
+async def test_an_untrainable_call_says_so_at_once(proxy: Proxy) -> None:
     schema = {"type": "json_schema", "schema": {"type": "object"}}
-    bent: dict[str, Any] = BENT
-    if api == "responses":
-        bent = {"text": {"format": {**schema, "name": "any"}}}
-        said["input"] = said.pop("messages")
-    elif api == "messages":
-        bent = {"output_config": {"format": schema}}
-        said["max_tokens"] = 20
+    talk = {"model": "m", "messages": list(HELLO)}
+    bodies: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("chat/completions", {**talk, "max_tokens": 20}, BENT),
+        ("messages", {**talk, "max_tokens": 20}, {"output_config": {"format": schema}}),
+        ("responses", {"model": "m", "input": "hi"}, {"text": {"format": {**schema, "name": "a"}}}),
+    ]
     for mode in ("train", "eval"):
-        session = await proxy.open(mode=mode)
-        for fields, reason in (({}, None), (bent, "grammar" if mode == "train" else None)):
-            say(engine, chat, "{}")
-            answer = await proxy.http.post(
-                f"/v1/{api}",
-                json=said | fields,
-                headers={"authorization": f"Bearer {session['api_key']}"},
-            )
-            assert answer.status_code == 200, answer.text
-            assert answer.headers.get(HEADER) == reason
+        key = (await proxy.open(mode=mode))["api_key"]
+        for (api, body, bent), stream in itertools.product(bodies, (False, True)):
+            for more, reason in (({}, None), (bent, "grammar" if mode == "train" else None)):
+                answer = await proxy.post(f"/v1/{api}", {**body, "stream": stream, **more}, key)
+                assert answer.status_code == 200, answer.text
+                assert answer.headers.get(HEADER) == reason, (api, mode, stream)
 
 
 async def test_finalize_says_how_many_calls_are_trained_on(
@@ -144,21 +106,6 @@ async def test_a_service_whose_agents_rewrite_their_past_says_so(
     assert told.startswith("3 of the last 4 sessions") and "6 history_rewritten" in told
 
 
-async def test_each_choice_and_each_answer_has_ids_of_its_own(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    key = (await proxy.open())["api_key"]
-    ids = []
-    for _ in range(2):
-        for _ in range(3):
-            say(engine, chat, CALL)
-        answer = await proxy.complete(key, tools=TOOLS, n=3, max_tokens=200)
-        for choice in answer["choices"]:
-            (call,) = choice["message"]["tool_calls"]
-            ids.append(call["id"])
-    assert len(set(ids)) == 6
-
-
 async def test_without_parallel_calls_the_first_one_is_the_last(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
@@ -173,18 +120,6 @@ async def test_without_parallel_calls_the_first_one_is_the_last(
     (interaction,) = await proxy.recorded(session["session_id"])
     assert chat.decode(interaction.output_ids.tolist()) == CALL
     assert interaction.trainable
-
-
-async def test_template_arguments_are_the_calls_own(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    key = (await proxy.open())["api_key"]
-    await proxy.complete(key, chat_template_kwargs={"enable_thinking": True})
-    await proxy.complete(key)
-    with_thinking, without = (chat.decode(r["input_ids"]) for r in engine.requests)
-    assert with_thinking != without
-    response = await proxy.call(key, chat_template_kwargs={"no_such_thing": True})
-    refusal(response, 400, "unsupported_parameter", "no_such_thing")
 
 
 async def test_an_effort_and_template_arguments_agree(proxy: Proxy) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.completions.params.sampling import choice_seed
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -83,15 +82,3 @@ async def test_in_train_sessions_what_is_overridden_is_told(
         "logit_bias",
         *["grammar"] * 3,
     ]
-
-
-@pytest.mark.parametrize("path", BODIES)
-async def test_each_choice_draws_for_itself(
-    proxy: Proxy, engine: ScriptedEngine, path: str
-) -> None:
-    session = await proxy.open(mode="eval")
-    response = await proxy.post(path, BODIES[path] | {"n": 3, "seed": 7}, session["api_key"])
-    assert response.status_code == 200, response.text
-    assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
-    seeds = sorted(r["sampling_params"]["sampling_seed"] for r in engine.requests)
-    assert seeds == sorted(choice_seed(7, k) for k in range(3))

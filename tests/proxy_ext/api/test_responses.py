@@ -1,28 +1,22 @@
-"""`/v1/responses` by OpenAI's SDK: answers, records, exact continuation, also across APIs."""
+"""`/v1/responses` by OpenAI's SDK: streams, paths, what goes on from an answer."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import (
     CALL,
-    CHAT_TOOLS,
     TOOLS,
-    agent_of,
     create,
-    output_of,
     post,
-    said_back,
 )
-from tests.support.proxy import HELLO, Proxy, config_for, running_proxy
-from tests.support.proxy_fixtures import Restart
+from tests.support.proxy import Proxy
 from tests.support.scripted_engine import ScriptedEngine
 
 BOTH = pytest.mark.parametrize("stream", [False, True])
@@ -37,272 +31,19 @@ async def exact(proxy: Proxy, session_id: str) -> list[Any]:
     return recorded
 
 
-@BOTH
-async def test_an_answer(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    session = await proxy.open()
-    ids = say(engine, chat, "4 and 2")
-    answer = await create(
-        proxy, session["api_key"], stream=stream, instructions="Be brief.", metadata={"a": "b"}
-    )
-    assert (answer.object, answer.status, answer.model) == ("response", "completed", "gpt-5")
-    assert (answer.error, answer.incomplete_details) == (None, None)
-    assert (answer.instructions, answer.metadata) == ("Be brief.", {"a": "b"})
-    (item,) = answer.output
-    assert item.type == "message" and item.status == "completed"
-    assert answer.output_text == "4 and 2"
-    prompt = engine.requests[0]["input_ids"]
-    assert prompt == chat.render([{"role": "system", "content": "Be brief."}, *HELLO], None)
-    assert answer.usage is not None
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(ids))
-    assert answer.usage.total_tokens == len(prompt) + len(ids)
-    (interaction,) = await proxy.recorded(session["session_id"])
-    assert interaction.id == answer.id and answer.id.startswith("resp_")
-    assert interaction.prompt_delta_ids.tolist() == prompt
-    assert interaction.output_ids.tolist() == ids
-    assert interaction.trainable
-    response = await proxy.post(
-        "/rl/v1/set_reward", {"reward": 1, "interaction_id": answer.id}, session["api_key"]
-    )
-    assert response.status_code == 200, response.text
-
-
-async def test_whole_and_streamed_answers_are_one(
+async def test_a_stream_comes_to_the_whole_answer_with_its_log_probabilities(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     key = (await proxy.open())["api_key"]
     logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    for text in ("plain", f"First.\n{CALL}", f"{CALL}\n{CALL}", f"{CALL} then text", ""):
-        for more in ({}, logprobs):
-            answers = []
-            for stream in (False, True):
-                say(engine, chat, text)
-                answers.append(await create(proxy, key, stream=stream, tools=TOOLS, **more))
-            whole, streamed = (_comparable(answer) for answer in answers)
-            assert whole == streamed, text
-
-
-def _comparable(answer: Any) -> dict[str, Any]:
-    out: dict[str, Any] = answer.to_dict()
-    own = {"id", "call_id", "created_at"}
-    items = [{k: v for k, v in item.items() if k not in own} for item in out["output"]]
-    return {**{k: v for k, v in out.items() if k not in own}, "output": items}
-
-
-@BOTH
-async def test_three_turns_with_a_tool_go_on_exactly(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    items: list[Any] = [{"role": "user", "content": "Find it."}]
-    say(engine, chat, f"I look.\n{CALL}")
-    first = await create(proxy, key, stream=stream, input=items, tools=TOOLS)
-    text, call = first.output
-    assert text.type == "message" and first.output_text == "I look."
-    assert call.type == "function_call" and call.arguments == '{"text": "né"}'
-    items += [*said_back(first), output_of(call, "it is there")]
-    say(engine, chat, "It is there.")
-    second = await create(proxy, key, stream=stream, input=items, tools=TOOLS)
-    items += [*said_back(second), {"role": "user", "content": "Thanks."}]
-    say(engine, chat, "Bye.")
-    await create(proxy, key, stream=stream, input=items, tools=TOOLS)
-    one, two, _ = await exact(proxy, session["session_id"])
-    (recorded,) = one.output_message["tool_calls"]
-    assert recorded["id"] == call.call_id
-    assert two.message_delta == [
-        {"role": "tool", "tool_call_id": call.call_id, "content": "it is there"}
-    ]
-    prompts = [request["input_ids"] for request in engine.requests]
-    assert prompts[1][: len(prompts[0])] == prompts[0]
-    assert prompts[2][: len(prompts[1])] == prompts[1]
-
-
-@BOTH
-async def test_previous_answers_are_named_also_after_a_restart(
-    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool
-) -> None:
-    proxy = await restart()
-    session = await proxy.open()
-    key = session["api_key"]
-    say(engine, chat, CALL)
-    first = await create(
-        proxy, key, stream=stream, input="Find it.", tools=TOOLS, instructions="Old."
-    )
-    proxy = await restart()
-    say(engine, chat, "It is there.")
-    (call,) = first.output
-    asked: dict[str, Any] = {"tools": TOOLS, "instructions": "Old."}
-    second = await create(
-        proxy,
-        key,
-        stream=stream,
-        input=[output_of(call, "there")],
-        previous_response_id=first.id,
-        **asked,
-    )
-    assert second.previous_response_id == first.id
-    say(engine, chat, "Bye.")
-    await create(proxy, key, stream=stream, previous_response_id=second.id, **asked)
-    one, two, three = await exact(proxy, session["session_id"])
-    assert (one.id, two.id) == (first.id, second.id)
-    assert two.message_delta == [
-        {"role": "tool", "tool_call_id": one.output_message["tool_calls"][0]["id"]}
-        | {"content": "there"}
-    ]
-    # Instructions are the request's own.
-    say(engine, chat, "Hm.")
-    await create(proxy, key, previous_response_id=three.id, tools=TOOLS)
-    other = (await proxy.recorded(session["session_id"]))[-1]
-    assert other.parent_id is None and other.branch_reason == "system_changed"
-    assert [m["role"] for m in other.message_delta[:2]] == ["user", "assistant"]
-
-
-async def test_a_session_goes_on_from_one_api_to_the_other(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    messages: list[Any] = [{"role": "system", "content": "Be brief."}, *HELLO]
-    say(engine, chat, CALL)
-    chatted = (await proxy.complete(key, messages, tools=CHAT_TOOLS, max_tokens=99))["choices"]
-    message = chatted[0]["message"]
-    messages += [
-        message,
-        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"},
-    ]
-    say(engine, chat, "Seven.")
-    # An answer of another API can be named as well.
-    previous = (await proxy.recorded(session["session_id"]))[0].id
-    output = {"type": "function_call_output", "call_id": messages[-1]["tool_call_id"]}
-    answer = await create(
-        proxy,
-        key,
-        previous_response_id=previous,
-        input=[{**output, "output": "7"}],
-        tools=TOOLS,
-        stream=True,
-    )
-    messages += [{"role": "assistant", "content": answer.output_text}, *HELLO]
-    say(engine, chat, "Eight.")
-    await proxy.complete(key, messages, tools=CHAT_TOOLS, max_tokens=99)
-    await exact(proxy, session["session_id"])
-
-
-async def test_reasoning_comes_back(
-    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
-) -> None:
-    chat = load_chat_format(str(tiny_model_dir), enable_thinking=True)
-    async with running_proxy(config_for(tmp_path), chat, engine_url=engine.url) as proxy:
-        await proxy.admit(10)
-        session = await proxy.open()
-        key = session["api_key"]
-        items: list[Any] = [*HELLO]
-        for turn, stream in enumerate((False, True, False)):
-            say(engine, chat, f"<think>\nHm {turn}.\n</think>\n\nSeven.")
-            answer = await create(
-                proxy,
-                key,
-                stream=stream,
-                input=items,
-                store=False,
-                include=["reasoning.encrypted_content"],
-            )
-            reasoning, text = answer.output
-            assert reasoning.type == "reasoning" and reasoning.summary == []
-            assert reasoning.content is not None and reasoning.encrypted_content is not None
-            assert [part.text for part in reasoning.content] == [f"Hm {turn}."]
-            assert text.type == "message" and answer.output_text == "Seven."
-            assert answer.usage is not None
-            assert answer.usage.output_tokens_details.reasoning_tokens > 0
-            # An agent may keep what is opaque to it and throw the text away.
-            kept = said_back(answer)
-            if turn:
-                kept[0]["content"] = None
-            items += [*kept, *HELLO]
-        recorded = await exact(proxy, session["session_id"])
-        assert [i.output_message["reasoning_content"] for i in recorded] == [
-            f"Hm {turn}." for turn in range(3)
-        ]
-
-
-async def test_a_truncated_answer_is_incomplete(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    for stream in (False, True):
-        say(engine, chat, "one two three four")
-        answer = await create(proxy, session["api_key"], stream=stream, max_output_tokens=2)
-        assert answer.status == "incomplete"
-        assert answer.incomplete_details is not None
-        assert answer.incomplete_details.reason == "max_output_tokens"
-        (item,) = answer.output
-        assert item.type == "message" and item.status == "incomplete"
-        assert answer.usage is not None and answer.usage.output_tokens == 2
-    # Sent back, they are continued as they were cut.
-    items = ["Say a number.", *said_back(answer), "Go on."]
-    given = [{"role": "user", "content": i} if isinstance(i, str) else i for i in items]
-    await create(proxy, session["api_key"], input=given, max_output_tokens=2)
-    recorded = await proxy.recorded(session["session_id"])
-    assert recorded[2].parent_id in (recorded[0].id, recorded[1].id)
-
-
-async def test_formats_are_grammars(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
-    session = await proxy.open()
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "name": "number", "schema": schema, "strict": True}
-    say(engine, chat, '{"n": 3}')
-    answer = await create(proxy, session["api_key"], text={"format": wanted})
-    assert answer.output_text == '{"n": 3}'
-    assert answer.text is not None and answer.text.format is not None
-    assert answer.text.format.type == "json_schema"
-    assert engine.requests[0]["sampling_params"]["json_schema"]
-    (recorded,) = await proxy.recorded(session["session_id"])
-    assert recorded.untrainable_reason == "grammar"
-
-
-async def test_the_events_of_a_stream(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    key = (await proxy.open())["api_key"]
-    say(engine, chat, f"I look.\n{CALL}")
-    asked: Any = {"model": "gpt-5", "input": "Find it.", "tools": TOOLS, "stream": True}
-    async with agent_of(proxy, key) as agent:
-        stream: Any = await agent.responses.create(**asked)
-        events = [event async for event in stream]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type.removeprefix("response.") for event in events]
-    once = [kind for k, kind in enumerate(kinds) if kinds[k - 1 : k] != [kind]]
-    assert once == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
-
-
-async def test_an_engine_that_fails_ends_the_stream_as_failed(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    session = await proxy.open()
-    engine.fail("error_event", after=3)
-    async with agent_of(proxy, session["api_key"]) as agent:
-        events = await agent.responses.create(model="gpt-5", input="hi", stream=True)
-        last = [event async for event in events][-1]
-    assert last.type == "response.failed"
-    assert last.response.status == "failed" and last.response.error is not None
-    assert last.response.error.code == "server_error"
-    assert not await proxy.recorded(session["session_id"])
+    for text in (f"First.\n{CALL}", f"{CALL} then text"):
+        told = []
+        for stream in (False, True):
+            say(engine, chat, text)
+            answer = await create(proxy, key, stream=stream, tools=TOOLS, **logprobs)
+            items = [item.model_dump(exclude={"id", "call_id"}) for item in answer.output]
+            told.append((answer.status, answer.usage, items))
+        assert told[0] == told[1], text
 
 
 async def test_every_path_and_key(proxy: Proxy) -> None:
@@ -323,29 +64,20 @@ async def test_every_path_and_key(proxy: Proxy) -> None:
     assert response.status_code == 200
 
 
-async def test_without_a_session(proxy: Proxy) -> None:
-    """In inference alone: there is nothing to go on from."""
-    response = await post(proxy, None)
-    assert response.status_code == 401
-    assert response.json()["error"]["code"] == "no_session"
-
-
-@pytest.mark.parametrize("more", [{}, {"input": []}, {"input": ""}])
-async def test_without_an_input_it_goes_on_from_the_response(
-    proxy: Proxy, more: dict[str, Any]
-) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
-    refused = await proxy.post("/v1/responses", {"input": []}, key)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+async def test_without_an_input_it_goes_on_from_the_response(proxy: Proxy) -> None:
     limit = {"max_output_tokens": 2}
-    first = (await proxy.post("/v1/responses", {"input": "Go.", **limit}, key)).json()
-    body = {"previous_response_id": first["id"], **limit, **more}
-    second = await proxy.post("/v1/responses", body, key)
-    assert second.status_code == 200, second.text
-    one, two = await proxy.recorded(session["session_id"])
-    assert (one.id, two.id) == (first["id"], second.json()["id"])
-    assert [m["role"] for m in two.message_delta] == ["user", "assistant"]
+    for more in ({}, {"input": []}, {"input": ""}):
+        session = await proxy.open()
+        key = session["api_key"]
+        refused = await proxy.post("/v1/responses", {"input": []}, key)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        first = (await proxy.post("/v1/responses", {"input": "Go.", **limit}, key)).json()
+        body = {"previous_response_id": first["id"], **limit, **more}
+        second = await proxy.post("/v1/responses", body, key)
+        assert second.status_code == 200, second.text
+        one, two = await proxy.recorded(session["session_id"])
+        assert (one.id, two.id) == (first["id"], second.json()["id"])
+        assert [m["role"] for m in two.message_delta] == ["user", "assistant"]
 
 
 async def test_a_client_that_asks_for_a_websocket_hears_once_that_there_is_none(

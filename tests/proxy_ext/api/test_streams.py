@@ -1,23 +1,16 @@
-"""Streams leave with their tokens: text, reasoning, arguments of calls; errors amid them."""
+"""Likeliest tokens of whole answers, streams and replays; a streamed call, for other tests."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
-import orjson
 import pytest
 
-from any_agent.chat import ChatFormat
 from any_agent.completions import parsed_request as completions_asked
 from any_agent.completions.encoders.chat import ChatEncoder
-from tests.proxy_ext.api.test_chat import say
-from tests.support.proxy import HELLO, LIMIT, Proxy, until
-from tests.support.retries import agent_of, stream_of
+from tests.support.proxy import Proxy
+from tests.support.retries import left_with_an_answer, stream_of
 from tests.support.scripted_engine import ScriptedEngine
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -28,23 +21,6 @@ ARGUMENTS = '{"text": "a long text that takes many tokens to write down"}'
 CALL = f'<tool_call>\n{{"name": "find", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
-@asynccontextmanager
-async def lines_of(proxy: Proxy, key: str, **fields: Any) -> AsyncIterator[AsyncIterator[Any]]:
-    """The events of a stream, each as it comes."""
-    body = {"messages": HELLO, "max_tokens": 200, "stream": True, **fields}
-    headers = {"Authorization": f"Bearer {key}"}
-    path = "/v1/chat/completions"
-    async with proxy.http.stream("POST", path, json=body, headers=headers) as response:
-        assert response.status_code == 200, await response.aread()
-
-        async def events() -> AsyncIterator[Any]:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    yield orjson.loads(line.removeprefix("data: "))
-
-        yield events()
-
-
 def argument_of(event: dict[str, Any]) -> str:
     return "".join(
         call["function"].get("arguments") or ""
@@ -53,88 +29,20 @@ def argument_of(event: dict[str, Any]) -> str:
     )
 
 
-async def test_arguments_arrive_before_the_later_tokens_exist(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    ids = say(engine, chat, CALL)
-    middle = len(ids) - 25
-    go_on = engine.hold(middle)
-    seen, whole = "", ""
-    async with asyncio.timeout(LIMIT), lines_of(proxy, session["api_key"], tools=TOOLS) as events:
-        async for event in events:
-            whole += argument_of(event)
-            if not seen and "long" in whole:
-                # The engine stands before its token `middle`, and this is here.
-                assert len(engine.running) == 1 and not go_on.is_set()
-                seen = whole
-                go_on.set()
-    assert orjson.loads(whole) == orjson.loads(ARGUMENTS)
-    assert 0 < len(seen) < len(whole)
-    (interaction,) = await proxy.recorded(session["session_id"])
-    (call,) = interaction.output_message["tool_calls"]
-    assert call["function"] == {"name": "find", "arguments": whole}
-
-
-@pytest.mark.parametrize("held", [0, 1, 2, 5, 9, 20, 40, 60])
-async def test_a_client_that_joins_amid_a_call_gets_its_arguments_once(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, held: int
-) -> None:
-    agent = await agent_of(proxy, engine, stream=True, tools=TOOLS, max_tokens=200)
-    say(engine, chat, CALL)
-    go_on = engine.hold(held)
-    await agent.leave(0)
-    await agent.vacant()
-    again = asyncio.create_task(stream_of(agent, 1))
-    await until(lambda: not agent.calls[0].vacant)
-    go_on.set()
-    events, ended = await again
-    assert ended
-    assert orjson.loads("".join(map(argument_of, events))) == orjson.loads(ARGUMENTS)
-    named = [
-        call["function"]["name"]
-        for event in events
-        for choice in event["choices"]
-        for call in choice["delta"].get("tool_calls") or ()
-        if call.get("id")
-    ]
-    assert named == ["find"]
-
-
-async def test_usage_is_null_until_it_is_told(proxy: Proxy) -> None:
-    key = (await proxy.open())["api_key"]
-    with_usage, _ = await proxy.stream(key, stream_options={"include_usage": True})
-    assert [e["usage"] is None for e in with_usage] == [True] * (len(with_usage) - 1) + [False]
-    without, _ = await proxy.stream(key)
-    assert not any("usage" in event for event in without)
-
-
-async def test_what_fails_before_the_first_token_has_a_status_and_later_an_event(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    session = await proxy.open()
-    engine.fail("status", status=500)
-    response = await proxy.call(session["api_key"], stream=True)
-    assert response.status_code == 503
-    engine.fail("error_event", after=4)
-    events, ended = await proxy.stream(session["api_key"])
-    assert not ended
-    assert events[-1]["error"]["code"] == "engine_unavailable"
-    assert all(choice["finish_reason"] is None for e in events[:-1] for choice in e["choices"])
-    assert await proxy.recorded(session["session_id"]) == []
-
-
 async def test_likeliest_tokens_are_told_whole_streamed_and_replayed(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    agent = await agent_of(proxy, engine, stream=True, logprobs=True, top_logprobs=3, max_tokens=5)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(
+        proxy, engine, stream=True, logprobs=True, top_logprobs=3, max_tokens=5
+    )
     events, _ = await stream_of(agent, 1)
-    told = entries_of(events)
+    told = [
+        entry
+        for event in events
+        for choice in event["choices"]
+        if choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]
     assert len(told) == 5
     for entry in told:
         assert len(entry["top_logprobs"]) == 3
@@ -143,16 +51,6 @@ async def test_likeliest_tokens_are_told_whole_streamed_and_replayed(
         assert ranked == sorted(ranked, reverse=True)
     whole = await proxy.complete(agent.key, logprobs=True, top_logprobs=3, max_tokens=5)
     assert whole["choices"][0]["logprobs"]["content"] == told
-
-
-def entries_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        entry
-        for event in events
-        for choice in event["choices"]
-        if choice["logprobs"]
-        for entry in choice["logprobs"]["content"]
-    ]
 
 
 async def test_a_long_answer_is_written_off_the_loop(
@@ -168,37 +66,9 @@ async def test_a_long_answer_is_written_off_the_loop(
         threads.append(threading.current_thread())
         return whole(*args)
 
-    monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
+    monkeypatch.setattr(completions_asked, "MANY_ENTRIES", 8 * 4 - 1)
     monkeypatch.setattr(ChatEncoder, "whole", noted)
     later = await proxy.complete(key, **fields)
     assert later["choices"] == at_once["choices"]
     await proxy.complete(key, max_tokens=7, **fields)
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
-
-
-async def test_openais_stream_helper_puts_a_call_together(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    session = await proxy.open()
-    say(engine, chat, CALL)
-    messages: Any = HELLO
-    parameters = {**PARAMETERS, "required": ["text"], "additionalProperties": False}
-    strict = {"name": "find", "parameters": parameters, "strict": True}
-    tools: Any = [{"type": "function", "function": strict}]
-    async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as sdk:
-        deltas: list[str] = []
-        async with sdk.chat.completions.stream(
-            model="m", messages=messages, tools=tools, max_tokens=200
-        ) as stream:
-            deltas += [
-                event.arguments_delta
-                async for event in stream
-                if event.type == "tool_calls.function.arguments.delta"
-            ]
-            final = await stream.get_final_completion()
-    assert len(deltas) > 5
-    assert "".join(deltas) == ARGUMENTS
-    (call,) = final.choices[0].message.tool_calls or ()
-    assert (call.function.name, call.function.arguments) == ("find", ARGUMENTS)
-    assert final.choices[0].finish_reason == "tool_calls"
-    assert final.system_fingerprint == "v0"

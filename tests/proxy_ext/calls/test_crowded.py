@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.errors import StoreBusy, StoreFull, TooManyRequests
+from any_agent.errors import TooManyRequests
 from proxy_ext.calls.concurrency_limit import CallOwner, ConcurrencyLimit
-from proxy_ext.journal import Statement
 from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
@@ -200,33 +199,7 @@ def test_a_call_of_many_choices_is_taken_alone() -> None:
     slots.acquire(ALICE)
 
 
-async def test_an_engine_that_refuses_or_is_away(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("engine.update_wait=0.2")
-    key = (await proxy.open(mode="eval"))["api_key"]
-    engine.fail("status", status=503)
-    turned_away(await proxy.call(key), 503, "engine_unavailable")
-    await proxy.http.post("/rl/v1/pause", json={"ttl": 30})
-    turned_away(await proxy.call(key), 503, "engine_unavailable")
-    await proxy.http.post("/rl/v1/resume", json={})
-    await proxy.complete(key)
-    await engine.die()
-    turned_away(await proxy.call(key), 503, "engine_unavailable")
-    turned_away(await proxy.http.get("/readyz"), 503, "engine_unavailable")
-
-
 # -- opens -----------------------------------------------------------------------------------------
-
-
-async def test_opens_without_a_slot_or_a_place_in_the_queue(start: Start) -> None:
-    proxy = await start("sessions.max_waiting=2", "sessions.max_wait=0.2")
-    turned_away(await open_raw(proxy), 429, "no_capacity")
-    turned_away(await open_raw(proxy, task_id="t", wait=0.05), 429, "no_capacity")
-    answers = await asyncio.gather(*(open_raw(proxy, wait=60) for _ in range(4)))
-    for answer in answers:
-        turned_away(answer, 429, "no_capacity")
-    said = [answer.json()["error"]["message"] for answer in answers]
-    assert sum("too many sessions wait" in text for text in said) == 2
-    assert (await proxy.capacity())["waiting"] == 0
 
 
 async def test_sessions_that_are_open_are_bounded(start: Start) -> None:
@@ -241,39 +214,6 @@ async def test_sessions_that_are_open_are_bounded(start: Start) -> None:
 
 
 # -- the store, the process, what stands in front --------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "error, status, code",
-    [
-        (StoreBusy("too many writes wait"), 503, "store_busy"),
-        (StoreFull("no space left"), 507, "store_full"),
-    ],
-)
-async def test_a_store_that_takes_nothing(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
-) -> None:
-    session = await proxy.open(mode="eval")
-    key = session["api_key"]
-    await proxy.complete(key)
-    done = await proxy.open(mode="eval")
-    await proxy.complete(done["api_key"])
-
-    async def refuse(*_: Statement) -> None:
-        raise error
-
-    monkeypatch.setattr(proxy.service.journal, "commit", refuse)
-    turned_away(await open_raw(proxy, mode="eval"), status, code)
-    turned_away(await open_raw(proxy), status, code)
-    turned_away(await proxy.call(key), status, code)
-    turned_away(await proxy.post("/rl/v1/set_reward", {"reward": 1}, key), status, code)
-    turned_away(await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key), status, code)
-    path = f"/rl/v1/sessions/{session['session_id']}"
-    turned_away(await proxy.post(f"{path}/abort", {}, key), status, code)
-    await until(lambda: proxy.service.calls.concurrency.in_use == 0)
-    monkeypatch.undo()
-    await proxy.complete(key)
-    assert (await proxy.capacity())["reserved"] == 0, "the slot was given back"
 
 
 async def test_a_proxy_that_stops(proxy: Proxy) -> None:

@@ -12,10 +12,10 @@ import pytest
 from starlette.types import Message
 
 from any_agent.engine.model_fingerprint import shape_of
-from any_agent.errors import StoreUnavailable
+from any_agent.errors import StoreBusy, StoreFull, StoreUnavailable
 from proxy_ext.journal import MarkDelivered, Statement
 from proxy_ext.web.exchange import EventStream
-from tests.support.proxy import HELLO, Proxy, noticed_hang_up, until
+from tests.support.proxy import HELLO, Proxy, noticed_hang_up, turned_away, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import FaultKind
@@ -107,63 +107,49 @@ async def test_an_engine_that_is_killed_and_restarted(
     assert (await proxy.http.get("/readyz")).json() == {"status": "ready", "version": 4}
 
 
-@pytest.mark.parametrize("kind", ["status", "nan", "null", "disagree", "garbage", "no_json"])
-async def test_an_engine_that_fails_mid_call(
+@pytest.mark.parametrize(
+    "kind", ["error_event", "nan", "null", "disagree", "garbage", "spans", "no_json", "status"]
+)
+async def test_an_engine_that_fails_amid_a_call_leaves_nothing_of_it(
     proxy: Proxy, engine: ScriptedEngine, kind: FaultKind
 ) -> None:
     session = await proxy.open()
-    engine.fail(kind)
-    response = await proxy.call(session["api_key"])
+    key = session["api_key"]
     # What cannot be true is not tried again; what cannot be read may be another time.
     status, code = (500, "engine_mismatch") if kind in _UNTRUE else (503, "engine_unavailable")
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    if kind not in ("error_event", "spans"):
+        engine.fail(kind)
+        response = await proxy.call(key)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    if kind != "status":
+        engine.fail(kind, after=3)
+        events, done = await proxy.stream(key)
+        assert not done
+        assert events[-1]["error"]["code"] == code
+        assert all(e["choices"][0]["finish_reason"] is None for e in events[:-1])
     assert await proxy.recorded(session["session_id"]) == []
     # The session goes on.
-    await proxy.complete(session["api_key"])
-    assert len(await proxy.recorded(session["session_id"])) == 1
-
-
-@pytest.mark.parametrize(
-    "kind", ["error_event", "nan", "null", "disagree", "garbage", "spans", "no_json"]
-)
-async def test_an_engine_that_fails_mid_stream(
-    proxy: Proxy, engine: ScriptedEngine, kind: FaultKind
-) -> None:
-    session = await proxy.open()
-    engine.fail(kind, after=3)
-    events, done = await proxy.stream(session["api_key"])
-    assert not done
-    code = "engine_mismatch" if kind in _UNTRUE else "engine_unavailable"
-    assert events[-1]["error"]["code"] == code
-    assert all(e["choices"][0]["finish_reason"] is None for e in events[:-1])
-    assert await proxy.recorded(session["session_id"]) == []
-    _, done = await proxy.stream(session["api_key"])
+    _, done = await proxy.stream(key)
     assert done
     assert len(await proxy.recorded(session["session_id"])) == 1
 
 
-@BOTH
 async def test_ids_that_the_model_does_not_have(
-    start: Start, engine: ScriptedEngine, tiny_model_dir: Path, stream: bool
+    start: Start, engine: ScriptedEngine, tiny_model_dir: Path
 ) -> None:
     """No forward pass over them could be made, by any trainer."""
     proxy = await start(shape=shape_of(str(tiny_model_dir)))
     await proxy.admit(5)
     session = await proxy.open()
-    key = session["api_key"]
     engine.fail("unknown_id", after=3)
-    if stream:
-        events, done = await proxy.stream(key)
-        assert not done
-        error = events[-1]["error"]
-    else:
-        response = await proxy.call(key)
-        assert response.status_code == 500
-        error = response.json()["error"]
-    assert error["code"] == "engine_mismatch"
-    assert "1000000" in error["message"]
+    events, done = await proxy.stream(session["api_key"])
+    assert not done
+    engine.fail("unknown_id", after=3)
+    response = await proxy.call(session["api_key"])
+    assert response.status_code == 500
+    for error in (events[-1]["error"], response.json()["error"]):
+        assert error["code"] == "engine_mismatch" and "1000000" in error["message"]
     assert await proxy.recorded(session["session_id"]) == []
-    await proxy.complete(key)
 
 
 @BOTH
@@ -199,25 +185,6 @@ async def test_ending_a_session_aborts_its_calls(
     await until(lambda: engine.aborted, "the engine's request was not cancelled")
     await until(lambda: not engine.running)
     assert [i.id for i in await proxy.recorded(id)] == [first["id"]]
-
-
-@BOTH
-async def test_a_client_that_hangs_up_ends_its_generation(
-    proxy: Proxy, engine: ScriptedEngine, stream: bool
-) -> None:
-    session = await proxy.open()
-    for at in (0, 3):
-        engine.aborted.clear()
-        engine.hold(at)
-        writer = await raw_call(proxy, session["api_key"], stream=stream)
-        await until(lambda at=at: any(len(r.ids) == at for r in engine.running.values()))
-        hang_up(writer)
-        await until(lambda: not engine.running, "the generation went on")
-        await until(lambda: engine.aborted)
-        await until(lambda: not len(proxy.service.calls))
-    assert await proxy.recorded(session["session_id"]) == []
-    # It was no fault of the session's.
-    await proxy.complete(session["api_key"])
 
 
 @BOTH
@@ -272,60 +239,45 @@ async def test_an_answer_is_durable_before_it_ends(
     assert ends[0]
 
 
-@BOTH
-async def test_a_store_that_fails_fails_the_call(
-    proxy: Proxy, stream: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (StoreUnavailable("the disk is gone", retry_after=5), 503, "store_unavailable"),
+        (StoreBusy("too many writes wait"), 503, "store_busy"),
+        (StoreFull("no space left"), 507, "store_full"),
+    ],
+)
+async def test_a_store_that_takes_nothing_fails_whatever_writes_and_nothing_is_remembered(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
 ) -> None:
     session = await proxy.open()
-    key = session["api_key"]
+    key, path = session["api_key"], f"/rl/v1/sessions/{session['session_id']}"
     await proxy.complete(key)
 
     async def broken(*_: Statement) -> None:
-        raise StoreUnavailable("the disk is full", retry_after=5)
+        raise error
 
+    grouped = {"group_id": "g", "group_size": 2}
     with monkeypatch.context() as patched:
         patched.setattr(proxy.service.journal, "commit", broken)
-        if stream:
-            events, done = await proxy.stream(key)
-            assert not done
-            assert events[-1]["error"]["code"] == "store_unavailable"
-        else:
-            response = await proxy.call(key)
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "store_unavailable"
-            assert response.headers["retry-after"] == "5"
-        for path, body in (
-            ("/rl/v1/set_reward", {"reward": 3}),
-            ("/rl/v1/finalize", {"final_reward": 1}),
-        ):
-            assert (await proxy.post(path, body, key)).status_code == 503
-        assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 503
-        grouped = {"group_id": "g", "group_size": 2}
-        assert (await proxy.http.post("/rl/v1/start_session", json=grouped)).status_code == 503
-    # Nothing of it is remembered: neither calls and rewards, nor slots, nor the group.
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
+        events, done = await proxy.stream(key)
+        assert not done
+        assert events[-1]["error"]["code"] == code
+        turned_away(await proxy.call(key), status, code)
+        turned_away(await proxy.post("/rl/v1/set_reward", {"reward": 3}, key), status, code)
+        turned_away(await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key), status, code)
+        turned_away(await proxy.post(f"{path}/abort", {}, key), status, code)
+        for opened in ({}, grouped, {"mode": "eval"}):
+            turned_away(await proxy.post("/rl/v1/start_session", opened), status, code)
+    # Neither calls and rewards, nor slots, nor the group.
+    info = (await proxy.http.get(path)).json()
     assert (info["state"], info["interactions"], info["rewards"]) == ("open", 1, {})
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"], now["running"]) == (1, 0, 1)
-    await proxy.open(group_id="g", group_size=2)
+    await until(lambda: proxy.service.calls.concurrency.in_use == 0)
+    await proxy.open(**grouped)
     response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
     assert response.status_code == 200
-
-
-async def test_calls_under_way_are_bounded(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("server.max_inflight_calls=2")
-    await proxy.admit(5)
-    session = await proxy.open()
-    go = [engine.hold(1), engine.hold(1)]
-    calls = [asyncio.create_task(proxy.call(session["api_key"])) for _ in go]
-    await until(lambda: len(engine.running) == 2)
-    response = await proxy.call(session["api_key"])
-    assert response.status_code == 429
-    assert response.json()["error"]["code"] == "too_many_calls"
-    assert response.headers["retry-after"]
-    for event in go:
-        event.set()
-    assert [(await call).status_code for call in calls] == [200, 200]
 
 
 async def test_a_client_that_sends_half_a_body_is_cut_off(start: Start) -> None:
@@ -377,37 +329,32 @@ async def test_an_unexpected_failure_is_an_answer(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret detail")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(proxy.service.completer, "prepare", broken)
-        response = await proxy.call(session["api_key"])
-    assert response.status_code == 500
-    assert "secret" not in response.text
-    assert response.json()["error"]["code"] == "internal_error"
-    with monkeypatch.context() as patched:
-        patched.setattr(proxy.service.completer, "run", broken)
-        response = await proxy.call(session["api_key"])
-    assert response.status_code == 500
+    for part in ("prepare", "run"):
+        with monkeypatch.context() as patched:
+            patched.setattr(proxy.service.completer, part, broken)
+            response = await proxy.call(session["api_key"])
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        assert "secret" not in response.text
     await proxy.complete(session["api_key"])
 
 
 @BOTH
-@pytest.mark.parametrize("form", [b'{"text": "%s"}', b'{"error": "%s"}', b"%s", b'"%s"'])
 async def test_an_unreadable_answer_reaches_no_log(
     start: Start,
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    form: bytes,
     stream: bool,
 ) -> None:
     """Not even its beginning: it may be what agent and model said, which is not to be kept."""
     said = b"what the agent said in confidence"
-    monkeypatch.setattr(engine, "_event", lambda *_: form % said)
     proxy = await start("sessions.store_content=false", "engine.update_wait=0.2")
     await proxy.admit(5)
     session = await proxy.open()
-    with caplog.at_level("DEBUG"):
-        response = await proxy.call(session["api_key"], stream=stream)
-    assert response.status_code in (502, 503), response.text
-    assert said.decode() not in response.text
+    for form in (b'{"text": "%s"}', b'{"error": "%s"}', b"%s", b'"%s"'):
+        monkeypatch.setattr(engine, "_event", lambda *_, form=form: form % said)
+        with caplog.at_level("DEBUG"):
+            response = await proxy.call(session["api_key"], stream=stream)
+        assert response.status_code in (502, 503), response.text
+        assert said.decode() not in response.text
     assert said.decode() not in caplog.text

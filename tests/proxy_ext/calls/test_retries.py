@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-import openai
 import orjson
 import pytest
 
 from proxy_ext.calls import retries
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
-from tests.support.retries import agent_of, hang_up, stream_of, text_of, tokens_of
+from tests.support.retries import (
+    agent_of,
+    hang_up,
+    left,
+    left_with_an_answer,
+    stream_of,
+    text_of,
+    tokens_of,
+)
 from tests.support.scripted_engine import ScriptedEngine
 
 
 async def test_a_retry_joins_the_call_in_flight(proxy: Proxy, engine: ScriptedEngine) -> None:
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
+    agent, go_on = await left(proxy, engine)
     again = agent.begin(1)
     await until(lambda: not agent.calls[0].vacant, "it is taken up")
     go_on.set()
@@ -36,12 +39,7 @@ async def test_a_retry_joins_the_call_in_flight(proxy: Proxy, engine: ScriptedEn
 async def test_a_recorded_answer_is_replayed_as_it_was(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    agent = await agent_of(proxy, engine, logprobs=True, temperature=0.5)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(proxy, engine, logprobs=True, temperature=0.5)
     answer = await agent.ask(2)
     assert len(engine.requests) == 1
     (recorded,) = await agent.recorded()
@@ -145,10 +143,7 @@ async def test_the_oldest_is_taken_up_first_and_each_once(
 
 
 async def test_a_retry_that_leaves_too_is_retried(proxy: Proxy, engine: ScriptedEngine) -> None:
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
+    agent, go_on = await left(proxy, engine)
     again = agent.begin(1)
     await until(lambda: not agent.calls[0].vacant)
     await hang_up(again)
@@ -215,17 +210,16 @@ async def test_an_answer_that_nobody_comes_back_for_is_not_trained_on(
 ) -> None:
     proxy = await start("server.retry_grace=3")
     await proxy.admit(5)
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
+    agent, go_on = await left(proxy, engine)
     go_on.set()
     await until(lambda: not agent.calls)
     assert (await agent.ask(1)).status_code == 200
     assert await agent.end() == ["undelivered", None]
 
 
-async def test_nor_one_whose_session_ends_meanwhile(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_an_answer_whose_session_ends_before_a_retry_is_not_trained_on(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     agent = await agent_of(proxy, engine)
     await agent.ask(0)
     other = agent.other(max_completion_tokens=7)
@@ -247,59 +241,9 @@ async def test_an_answer_that_was_continued_was_received(
 ) -> None:
     proxy = await start("server.retry_grace=3")
     await proxy.admit(5)
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    await agent.leave(0)
-    await agent.vacant()
-    go_on.set()
-    await agent.answered()
+    agent = await left_with_an_answer(proxy, engine)
     (recorded,) = await agent.recorded()
     messages = [*HELLO, recorded.output_message, {"role": "user", "content": "And?"}]
     await proxy.complete(agent.key, messages)
     await until(lambda: not agent.calls)
     assert await agent.end() == [None, None]
-
-
-# -- as OpenAI's SDK does it ------------------------------------------------------------------
-
-
-def sdk_of(proxy: Proxy, session: dict[str, Any], **options: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(api_key=session["api_key"], base_url=f"{proxy.url}/v1", **options)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_openais_sdk_after_a_time_out(
-    proxy: Proxy, engine: ScriptedEngine, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Once it has the head of a stream, the SDK does not repeat the call.
-    monkeypatch.setattr("proxy_ext.web.exchange.HOLD_SECONDS", 60.0)
-    session = await proxy.open()
-    at_once = 0 if stream else 3
-    go_on = engine.hold(at_once)
-    live = proxy.service.sessions.live[session["session_id"]]
-
-    def taken_up() -> bool:
-        return any(call.mark is not None and call.mark.retry_count >= 1 for call in live.calls)
-
-    async with sdk_of(proxy, session, timeout=2.0, max_retries=8) as sdk:
-
-        async def ask() -> tuple[str, str]:
-            messages: Any = HELLO
-            if not stream:
-                done = await sdk.chat.completions.create(model="m", messages=messages, max_tokens=8)
-                return done.id, done.choices[0].message.content or ""
-            parts, id = [], ""
-            async for chunk in await sdk.chat.completions.create(
-                model="m", messages=messages, max_tokens=8, stream=True
-            ):
-                id = chunk.id
-                parts += [choice.delta.content or "" for choice in chunk.choices]
-            return id, "".join(parts)
-
-        asked = asyncio.create_task(ask())
-        await until(taken_up, "the SDK's retry takes the call up")
-        go_on.set()
-        id, text = await asked
-    assert len(engine.requests) == 1
-    (recorded,) = await proxy.recorded(session["session_id"])
-    assert (id, text) == (recorded.id, recorded.output_message["content"])

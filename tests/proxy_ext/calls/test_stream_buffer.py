@@ -3,71 +3,55 @@
 from __future__ import annotations
 
 import tracemalloc
-from typing import Any
 
 import pytest
 
-from any_agent.chat import MessageDelta
+from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.completions.call_types import Delta
 from proxy_ext.calls.stream_buffer import StreamBuffer
 
 
-def call_of(index: int, name: str) -> MessageDelta:
-    function = {"name": name, "arguments": ""}
-    return MessageDelta(
-        tool_calls=[{"index": index, "id": f"c{index}", "type": "function", "function": function}]
-    )
+def steps_of(length: int) -> list[list[MessageDelta]]:
+    """The parts of an answer, each in so many steps: thought, text, two calls, text."""
 
+    def call(index: int) -> list[MessageDelta]:
+        function = {"name": f"f{index}", "arguments": ""}
+        opened = {"index": index, "id": f"c{index}", "type": "function", "function": function}
+        texts = [{"index": index, "function": {"arguments": f"{k},"}} for k in range(length)]
+        return [MessageDelta(tool_calls=[one]) for one in (opened, *texts)]
 
-def arguments(index: int, text: str) -> MessageDelta:
-    return MessageDelta(tool_calls=[{"index": index, "function": {"arguments": text}}])
+    thought = [MessageDelta(reasoning_content=f"r{k}") for k in range(length)]
+    text, rest = ([MessageDelta(f"{name}{k}") for k in range(length)] for name in "tu")
+    return [part for part in (thought, text, call(0), call(1), rest) if part]
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 300])
 def test_the_steps_of_a_part_are_one(length: int) -> None:
     """However many there are: what is put together in between changes nothing."""
-    so_far = StreamBuffer(2)
+    so_far, parts = StreamBuffer(2), steps_of(length)
     assert not so_far.deltas()
-    steps = [MessageDelta(reasoning_content=f"r{k}") for k in range(length)]
-    steps += [MessageDelta(f"t{k}") for k in range(length)]
-    for index in range(2):
-        # What opens a call is no text.
-        steps += [MessageDelta(), call_of(index, f"f{index}")]
-        steps += [arguments(index, f"{k},") for k in range(length)]
-    steps += [MessageDelta(f"u{k}") for k in range(length)] + [MessageDelta()]
+    # The last token has no text.
+    steps = [step for part in parts for step in part] + [MessageDelta()]
     for k, step in enumerate(steps):
         so_far.add(Delta(step, [k], [-k / 4], [[(k, -k / 4), (1, -9.5)]], 2))
-    told = []
-    numbers = "".join(f"{k}," for k in range(length))
-    if length:
-        told.append(MessageDelta(reasoning_content="".join(f"r{k}" for k in range(length))))
-        told.append(MessageDelta("".join(f"t{k}" for k in range(length))))
-    for index in range(2):
-        call: dict[str, Any] = {"index": index, "id": f"c{index}", "type": "function"}
-        call["function"] = {"name": f"f{index}", "arguments": numbers}
-        told.append(MessageDelta(tool_calls=[call]))
-    if length:
-        told.append(MessageDelta("".join(f"u{k}" for k in range(length))))
-    told.append(MessageDelta())
-    deltas = so_far.deltas()
-    assert [delta.message for delta in deltas] == told
-    counts = [length] * 2 if length else []
-    counts += [length + 2] * 2 + ([length] if length else []) + [1]
-    assert [len(delta.output_ids) for delta in deltas] == counts
-    assert {delta.index for delta in deltas} == {2}
-    ids = [id for delta in deltas for id in delta.output_ids]
+    *deltas, last = so_far.deltas()
+    assert [delta.message for delta in deltas] == [merge_deltas(part) for part in parts]
+    assert last.output_ids == [len(steps) - 1]
+    assert [len(delta.output_ids) for delta in deltas] == [len(part) for part in parts]
+    ids = [id for delta in [*deltas, last] for id in delta.output_ids]
     assert ids == list(range(len(steps)))
-    assert [p for delta in deltas for p in delta.logprobs] == [-k / 4 for k in ids]
-    top = [row for delta in deltas for row in delta.top_logprobs or ()]
+    assert [p for d in [*deltas, last] for p in d.logprobs] == [-k / 4 for k in ids]
+    top = [row for delta in [*deltas, last] for row in delta.top_logprobs or ()]
     assert top == [[(k, -k / 4), (1, -9.5)] for k in ids]
+    assert {delta.index for delta in deltas} == {2}
     # Another client may come, also after more of the same part.
-    assert so_far.deltas() == deltas
-    so_far.add(Delta(MessageDelta("v"), [7], [-1.0], [[(7, -1.0)]], 2))
-    more = so_far.deltas()
+    assert so_far.deltas() == [*deltas, last]
     if length:
-        assert more[:-1] == deltas[:-2]
-        assert more[-1].message.content == f"{told[-2].content}v"
-        assert more[-1].output_ids == [*deltas[-2].output_ids, len(steps) - 1, 7]
+        so_far.add(Delta(MessageDelta("v"), [7], [-1.0], [[(7, -1.0)]], 2))
+        *same, more = so_far.deltas()
+        assert same == deltas[:-1]
+        assert more.message.content == f"{deltas[-1].message.content}v"
+        assert more.output_ids == [*deltas[-1].output_ids, len(steps) - 1, 7]
     so_far.clear()
     assert so_far.deltas() == []
 

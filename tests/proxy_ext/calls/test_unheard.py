@@ -14,16 +14,12 @@ from proxy_ext import service
 from proxy_ext.api import model_call as wire
 from proxy_ext.calls import retries
 from proxy_ext.journal import PutInteraction
-from proxy_ext.sessions.delivery import DeliveryTracker
+from proxy_ext.sessions import delivery
 from proxy_ext.web.exchange import ClientConnection
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Restart, Start
 from tests.support.retries import Agent, agent_of, hang_up, stream_of, text_of, tokens_of, unheard
 from tests.support.scripted_engine import ScriptedEngine
-
-
-async def nothing(_: Any) -> None:
-    return None
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -77,9 +73,9 @@ async def test_what_was_delivered_stays_so(
 ) -> None:
     """Its mark is written at once; if the store fails, with the next write, soon, or at the end."""
     if how != "at once":
-        monkeypatch.setattr(DeliveryTracker, "_write", nothing)
+        monkeypatch.setattr(delivery, "BATCH_SECONDS", 3600.0)
     if how != "later":
-        monkeypatch.setattr(service, "_SWEEP_SECONDS", 3600.0)
+        monkeypatch.setattr(service, "SWEEP_SECONDS", 3600.0)
     first = await restart()
     agent = await agent_of(first, engine)
     assert (await agent.ask(0)).status_code == 200
@@ -208,27 +204,21 @@ async def test_an_answer_that_is_cut_off_before_it_is_sent_is_not_delivered(
     assert len(engine.requests) == 1
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": {"5": 1}}, {"temperature": 0}], ids=str)
 async def test_no_reward_is_meant_for_an_answer_that_nobody_got(
-    start: Start, engine: ScriptedEngine, fields: dict[str, Any]
+    start: Start, engine: ScriptedEngine
 ) -> None:
     """Nor is it where the answer would not have been trained on anyway."""
-    proxy = await start("server.retry_grace=0")
-    agent = Agent(proxy, engine, await proxy.open(mode="eval"), **fields)
-    heard = (await agent.ask(0)).json()["id"]
-    go_on = engine.hold(3)
-    live = proxy.service.sessions.live[agent.id]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proxy.service.calls, "_retry_grace", 3600.0)
+    proxy = await start("server.retry_grace=3")
+    for fields in ({"logit_bias": {"5": 1}}, {"temperature": 0}):
+        agent = Agent(proxy, engine, await proxy.open(mode="eval"), **fields)
+        heard = (await agent.ask(0)).json()["id"]
+        go_on = engine.hold(3)
         await agent.leave(0)
         await agent.vacant()
         go_on.set()
-        await agent.answered()
-    (call,) = agent.calls
-    await proxy.service.calls._expire(call)
-    assert not live.calls
-    reasons = {i.id: i.untrainable_reason for i in await agent.recorded()}
-    assert reasons.pop(heard) not in (None, "undelivered")
-    assert set(reasons.values()) == {"undelivered"}
-    reward = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, agent.key)
-    assert reward.json()["interaction_id"] == heard
+        await until(lambda agent=agent: not agent.calls)
+        reasons = {i.id: i.untrainable_reason for i in await agent.recorded()}
+        assert reasons.pop(heard) not in (None, "undelivered")
+        assert set(reasons.values()) == {"undelivered"}
+        reward = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, agent.key)
+        assert reward.json()["interaction_id"] == heard

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import orjson
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import Message
 from pydantic import TypeAdapter
 
 from any_agent.completions.call_types import Head
@@ -16,12 +13,14 @@ from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.parse import MessagesCall, parse_messages
 from any_agent.completions.params.call import ParseSettings
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
+from tests.support.laws.apis import messages
+from tests.support.laws.apis.given import events_of
+from tests.support.records import make_interaction
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
 EVAL = SessionMode.EVAL
 HELLO = [{"role": "user", "content": "hi"}]
 SWITCH = frozenset({"enable_thinking"})
-_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def parse(mode: str = "eval", *, known: frozenset[str] = SWITCH, **fields: Any) -> MessagesCall:
@@ -38,15 +37,10 @@ def answer_of(**fields: Any) -> MessagesEncoder:
 
 
 def interaction_of(message: dict[str, Any], finish: str = "stop", **request: Any) -> Interaction:
-    return Interaction(
-        id="msg_1",
-        session_id="s",
-        parent_id=None,
-        prompt_delta_ids=np.zeros(7, np.int32),
-        output_ids=np.zeros(3, np.int32),
-        output_logprobs=np.zeros(3, np.float32),
-        output_versions=np.zeros(3, np.int32),
-        message_delta=[],
+    return make_interaction(
+        "msg_1",
+        prompt=[0] * 7,
+        output=[0] * 3,
         output_message={"role": "assistant", **message},
         finish_reason=finish,
         gconfig=RUN,
@@ -60,35 +54,6 @@ def whole_of(data: bytes) -> Message:
     return message
 
 
-def events_of(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """The events of a stream, each with its name."""
-    out = []
-    for block in data.decode().split("\n\n")[:-1]:
-        first, second = block.split("\n")
-        event = orjson.loads(second.removeprefix("data: "))
-        assert event["type"] == first.removeprefix("event: ")
-        out.append((event["type"], event))
-    return out
-
-
-def accumulated(events: Iterable[tuple[str, dict[str, Any]]]) -> Message:
+def accumulated(data: bytes) -> Message:
     """What the SDK makes of a stream, whose order is held."""
-    snapshot: Any = None
-    buffers: dict[int, bytes] = {}
-    names = []
-    at, is_open = 0, False
-    for name, data in events:
-        if name == "ping":
-            continue
-        names.append(name)
-        event = _EVENT.validate_python(data, strict=True)
-        snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
-        if name.startswith("content_block"):
-            assert data["index"] == at
-            assert is_open is (name != "content_block_start")
-            is_open = name != "content_block_stop"
-            at += name == "content_block_stop"
-    assert names[0] == "message_start"
-    assert names[-2:] == ["message_delta", "message_stop"]
-    assert not is_open
-    return whole_of(snapshot.to_json().encode())
+    return whole_of(orjson.dumps(messages.accumulated(events_of(data))))

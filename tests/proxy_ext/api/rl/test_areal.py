@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,15 +16,11 @@ import pytest
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
 
-from any_agent.auth.key_store import TenantLimits, create_key
 from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
-from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
-from proxy_ext.admission.open_session import SessionOpener
-from proxy_ext.api.rl import areal
 from tests.proxy_ext.calls.test_faults import SlowJournal
-from tests.support.areal_client import ArealClient
+from tests.support.areal_client import ArealClient, Episode
 from tests.support.messages import CALL, CHAT_TOOLS
 from tests.support.proxy import HELLO, Proxy, noticed_hang_up, our_app, until
 from tests.support.proxy_fixtures import Start
@@ -45,9 +42,36 @@ async def client(proxy: Proxy) -> AsyncIterator[ArealClient]:
         yield client
 
 
-def refused(error: pytest.ExceptionInfo[httpx.HTTPStatusError], status: int, code: str) -> None:
+@contextmanager
+def refused(status: int, code: str) -> Iterator[pytest.ExceptionInfo[httpx.HTTPStatusError]]:
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        yield error
     response = error.value.response
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+async def granted(client: ArealClient, task: str = "task") -> Episode:
+    """An episode on a slot of its own."""
+    await client.grant_capacity()
+    return await client.start(task)
+
+
+async def rewarded(client: ArealClient) -> Episode:
+    """One with a call and a reward, still open."""
+    episode = await granted(client)
+    await episode.chat("x")
+    await episode.set_last_reward(1.0)
+    return episode
+
+
+async def played(client: ArealClient) -> tuple[Episode, dict[str, Any], dict[str, Any]]:
+    """One that has ended, and its two answers."""
+    episode = await granted(client)
+    first = await episode.chat("hello")
+    second = await episode.chat("hello", first["choices"][0]["message"]["content"], "again")
+    await episode.set_last_reward(1.0)
+    await episode.end()
+    return episode, first, second
 
 
 async def test_an_episode(proxy: Proxy, client: ArealClient) -> None:
@@ -80,13 +104,7 @@ async def test_an_episode(proxy: Proxy, client: ArealClient) -> None:
 
 
 async def test_one_row_for_a_conversation(client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
-    first = await episode.chat("hello")
-    said = first["choices"][0]["message"]["content"]
-    second = await episode.chat("hello", said, "again")
-    await episode.set_last_reward(1.0)
-    await episode.end()
+    episode, _, second = await played(client)
     rows = await client.export(episode.session_id, style="concat")
     assert list(rows) == [second["id"]]
     individual = await client.export(episode.session_id)
@@ -114,19 +132,12 @@ async def test_as_the_first_documents_had_it(start: Start) -> None:
         assert [row["reward"] for row in rows.values()] == [0.25, 0.5]
 
 
-async def test_an_id_is_no_key(client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task", prefixed=True)
-    with pytest.raises(httpx.HTTPStatusError) as error:
-        await episode.set_last_reward(1.0)
-    refused(error, 401, "invalid_api_key")
-
-
 async def test_no_task_is_needed(proxy: Proxy, client: ArealClient) -> None:
     """The first session of all is called as the documents call it."""
     await client.grant_capacity()
-    opened = (await proxy.http.post("/rl/start_session")).json()
-    assert opened["session_id"] == "task-0-0"
+    for _ in range(2):
+        once = await proxy.http.post("/rl/start_session", headers={"Idempotency-Key": "once"})
+        assert once.json()["session_id"] == "task-0-0"
     # On the trainer's slots it is no member of a group, either.
     await proxy.admit(2)
     for number in (1, 2):
@@ -153,16 +164,14 @@ async def test_sessions_of_one_task_are_numbered(
 
 
 async def test_each_session_needs_its_grant(proxy: Proxy, client: ArealClient) -> None:
-    with pytest.raises(httpx.HTTPStatusError) as error:
+    with refused(429, "no_capacity") as error:
         await client.start("task")
-    refused(error, 429, "no_capacity")
     assert "retry-after" in error.value.response.headers
     waiting = asyncio.create_task(client.start_when_there_is_room("task"))
     assert await client.grant_capacity() == {"capacity": 1}
     assert (await waiting).session_id == "task-0-0"
-    with pytest.raises(httpx.HTTPStatusError) as error:
+    with refused(429, "no_capacity"):
         await client.start("task")
-    refused(error, 429, "no_capacity")
     # What was refused has used up no number.
     await client.grant_capacity()
     assert (await client.start("task")).session_id == "task-0-1"
@@ -180,9 +189,8 @@ async def test_grants_outlive_the_proxy_and_count_apart(start: Start, client: Ar
         assert await again.grant_capacity() == {"capacity": 3}
         for _ in range(3):
             await again.start("task")
-        with pytest.raises(httpx.HTTPStatusError) as error:
+        with refused(429, "no_capacity"):
             await again.start("task")
-        refused(error, 429, "no_capacity")
         # A trainer's slots are not used up by them.
         await proxy.admit(2)
         await again.start("task")
@@ -222,10 +230,7 @@ async def test_a_key_is_used_for_one_episode_after_another(
 
 
 async def test_the_next_episode_waits_for_its_slot(proxy: Proxy, client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
-    await episode.chat("x")
-    await episode.set_last_reward(1.0)
+    episode = await rewarded(client)
     following = asyncio.create_task(client.start("task", api_key=episode.api_key))
     sessions = proxy.service.sessions
 
@@ -241,10 +246,7 @@ async def test_a_client_that_leaves_while_its_session_is_ended(
     proxy: Proxy, client: ArealClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session ends in memory, too: its lane and its group would wait for it otherwise."""
-    await client.grant_capacity()
-    episode = await client.start("task")
-    await episode.chat("x")
-    await episode.set_last_reward(1.0)
+    episode = await rewarded(client)
     slow = SlowJournal(proxy, monkeypatch)
     noticed = noticed_hang_up(monkeypatch)
     following = asyncio.create_task(client.start("task", api_key=episode.api_key))
@@ -262,50 +264,18 @@ async def test_a_client_that_leaves_while_its_session_is_ended(
     await until(ended)
 
 
-async def test_an_open_that_is_refused_at_once_is_not_asked_for_again_and_again(
-    proxy: Proxy, client: ArealClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wait for a slot takes its time; a refusal for a quota takes none."""
-    path = trial_dir(proxy.service.config).keys
-    key, _ = create_key(path, "tenant", tenant="alice")
-    opened = []
-    for _ in range(2):
-        await client.grant_capacity()
-        opened.append(await client.post("rl/start_session", {"task_id": "task"}, key))
-    key, _ = create_key(path, "tenant", tenant="alice", limits=TenantLimits(open_sessions=1))
-    monkeypatch.setattr(areal, "_REFRESH_WAIT", 0.3)
-    asked = 0
-    open_one = SessionOpener.open
-
-    async def counted(self: SessionOpener, *args: Any, **fields: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return await open_one(self, *args, **fields)
-
-    monkeypatch.setattr(SessionOpener, "open", counted)
-    with pytest.raises(httpx.HTTPStatusError) as error:
-        await client.post(
-            "rl/start_session", {"task_id": "task", "api_key": opened[0]["api_key"]}, key
-        )
-    refused(error, 429, "quota_exceeded")
-    assert asked == 2, "at once, and at the end of its time"
-
-
 async def test_an_episode_without_reward_is_not_taken_for_zero(client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
+    episode = await granted(client)
     await episode.chat("x")
     for again in (episode.end(), client.start("task", api_key=episode.api_key)):
-        with pytest.raises(httpx.HTTPStatusError) as error:
+        with refused(422, "no_reward"):
             await again
-        refused(error, 422, "no_reward")
     await episode.set_last_reward(0.0)
     assert (await episode.end())["interaction_count"] == 1
 
 
 async def test_an_empty_episode_is_thrown_away(proxy: Proxy, client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
+    episode = await granted(client)
     for _ in range(2):
         assert await episode.end() == {"message": "success", "interaction_count": 0}
     assert await client.export(episode.session_id) == {}
@@ -313,21 +283,22 @@ async def test_an_empty_episode_is_thrown_away(proxy: Proxy, client: ArealClient
     assert session.state is SessionState.ABORTED
 
 
-async def test_an_end_whose_answer_was_lost_is_told_again(client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
-    await episode.chat("x")
-    await episode.set_last_reward(1.0)
+async def test_an_end_whose_answer_was_lost_is_told_again(
+    proxy: Proxy, client: ArealClient
+) -> None:
+    episode = await rewarded(client)
+    for _ in range(2):
+        once = {"Idempotency-Key": "reward"}
+        given = await proxy.post("/rl/set_reward", {"reward": 1.0}, episode.api_key, **once)
+        assert given.json() == {"message": "success"}
     for _ in range(3):
         assert await episode.end() == {"message": "success", "interaction_count": 1}
-    with pytest.raises(httpx.HTTPStatusError) as error:
+    with refused(410, "session_closed"):
         await episode.chat("x")
-    refused(error, 410, "session_closed")
 
 
 async def test_an_export_waits_for_the_end(client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
+    episode = await granted(client)
     await episode.chat("x")
     export = asyncio.create_task(client.export(episode.session_id))
     await episode.set_last_reward(1.0)
@@ -337,15 +308,13 @@ async def test_an_export_waits_for_the_end(client: ArealClient) -> None:
 
 
 async def test_an_export_does_not_hold_up_a_stop(proxy: Proxy, client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
+    episode = await granted(client)
     export = asyncio.create_task(client.export(episode.session_id))
     # It waits by the time that another request was answered.
     await client.health()
     await proxy.service.drain()
-    with pytest.raises(httpx.HTTPStatusError) as error:
+    with refused(503, "draining"):
         await export
-    refused(error, 503, "draining")
 
 
 async def test_a_grant_is_not_lost_with_a_failed_open(
@@ -359,23 +328,17 @@ async def test_a_grant_is_not_lost_with_a_failed_open(
 
         broken.setattr(proxy.service.journal, "commit", fail)
         for work in (client.start("task"), client.grant_capacity()):
-            with pytest.raises(httpx.HTTPStatusError) as error:
+            with refused(503, "store_unavailable"):
                 await work
-            refused(error, 503, "store_unavailable")
     await client.start("task")
-    with pytest.raises(httpx.HTTPStatusError) as error:
+    with refused(429, "no_capacity"):
         await client.start("task")
-    refused(error, 429, "no_capacity")
 
 
 async def test_an_export_takes_a_session_out_of_our_training(
     proxy: Proxy, client: ArealClient
 ) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
-    await episode.chat("x")
-    await episode.set_last_reward(1.0)
-    await episode.end()
+    episode, *_ = await played(client)
     first = await client.export(episode.session_id)
     again = await client.export(episode.session_id)
     assert first.keys() == again.keys(), "an answer may be lost"
@@ -385,31 +348,24 @@ async def test_an_export_takes_a_session_out_of_our_training(
     assert not proxy.service.sessions.live
 
 
-@pytest.mark.parametrize("name", ["unknown-0-7", "nothing"])
-async def test_an_export_of_nothing(client: ArealClient, name: str) -> None:
-    with pytest.raises(httpx.HTTPStatusError) as error:
-        await client.export(name)
-    refused(error, 404, "session_not_found")
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+async def test_bad_starts_and_exports_of_nothing_are_refused(
+    proxy: Proxy, client: ArealClient
+) -> None:
+    for body, param in (
         ({"task_id": "a/b"}, "task_id"),
         ({"task_id": "17:3"}, "task_id"),
         ({"task_id": "t" * 49}, "task_id"),
         ({"task_id": "t", "mode": "eval"}, "mode"),
-    ],
-)
-async def test_bad_starts(proxy: Proxy, body: dict[str, str], param: str) -> None:
-    response = await proxy.post("/rl/start_session", body, ADMIN)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    ):
+        response = await proxy.post("/rl/start_session", body, ADMIN)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), body
+    for name in ("unknown-0-7", "nothing"):
+        with refused(404, "session_not_found"):
+            await client.export(name)
 
 
 async def test_who_may_do_what(proxy: Proxy, client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
+    episode = await granted(client)
     for path, body in (
         ("/grant_capacity", {}),
         ("/rl/start_session", {"task_id": "t"}),
@@ -423,25 +379,10 @@ async def test_who_may_do_what(proxy: Proxy, client: ArealClient) -> None:
         assert response.status_code == 401
     forged = await proxy.post("/rl/start_session", {"task_id": "t", "api_key": "sk-x"}, ADMIN)
     assert forged.status_code == 401
-
-
-async def test_idempotency_keys(proxy: Proxy, client: ArealClient) -> None:
-    async def twice(path: str, body: object, key: str) -> list[bytes]:
-        headers = {"Idempotency-Key": f"once-{path}"}
-        return [(await proxy.post(path, body, key, **headers)).content for _ in range(2)]
-
-    first, second = await twice("/grant_capacity", {}, ADMIN)
-    assert first == second == b'{"capacity":1}'
-    first, second = await twice("/rl/start_session", {"task_id": "t"}, ADMIN)
-    assert first == second
-    session = httpx.Response(200, content=first).json()
-    assert session.keys() == {"session_id", "api_key"}
-    await proxy.complete(session["api_key"])
-    for path, body in (("/rl/set_reward", {"reward": 1}), ("/rl/end_session", {})):
-        first, second = await twice(path, body, session["api_key"])
-        assert first == second
-        assert b'"success"' in first
-    assert len(proxy.service.sessions.live) == 1
+    # An id is no key.
+    episode.prefixed = True
+    with refused(401, "invalid_api_key"):
+        await episode.set_last_reward(1.0)
 
 
 # -- what an export says ---------------------------------------------------------------------------
@@ -474,13 +415,8 @@ async def interactions(proxy: Proxy, client: ArealClient, session_id: str) -> li
 
 
 async def test_an_export_says_what_was_said(proxy: Proxy, client: ArealClient) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
-    first = await episode.chat("hello")
+    episode, first, second = await played(client)
     said = first["choices"][0]["message"]["content"]
-    second = await episode.chat("hello", said, "again")
-    await episode.set_last_reward(1.0)
-    await episode.end()
     root, child = await interactions(proxy, client, episode.session_id)
     assert (root["parent_id"], child["parent_id"]) == (None, first["id"])
     assert [m["content"] for m in child["messages"]] == ["hello", said, "again"]
@@ -493,29 +429,26 @@ async def test_an_export_says_what_was_said(proxy: Proxy, client: ArealClient) -
         assert one["model_response"]["stop_reason"] == reason
 
 
-@pytest.mark.parametrize("path", ["responses", "messages", "completions"])
-async def test_an_export_of_another_apis_call(proxy: Proxy, client: ArealClient, path: str) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
-    asked = {"responses": {"input": "x", "max_output_tokens": 16}, "completions": {"prompt": "x"}}
-    body = asked.get(path) or {"messages": HELLO, "max_tokens": 16}
-    response = await proxy.post(f"/v1/{path}", {"model": "m", **body}, episode.api_key)
-    assert response.status_code == 200, response.text
-    await episode.set_last_reward(1.0)
-    await episode.end()
-    (one,) = await interactions(proxy, client, episode.session_id)
-    assert one["completion"]["choices"][0]["message"] == {
-        "refusal": None,
-        **one["output_message_list"][0],
-        "role": "assistant",
-    }
+async def test_an_export_of_another_apis_call(proxy: Proxy, client: ArealClient) -> None:
+    for path, body in (
+        ("responses", {"input": "x", "max_output_tokens": 16}),
+        ("completions", {"prompt": "x"}),
+        ("messages", {"messages": HELLO, "max_tokens": 16}),
+    ):
+        episode = await granted(client)
+        response = await proxy.post(f"/v1/{path}", {"model": "m", **body}, episode.api_key)
+        assert response.status_code == 200, response.text
+        await episode.set_last_reward(1.0)
+        await episode.end()
+        (one,) = await interactions(proxy, client, episode.session_id)
+        said = {"refusal": None, **one["output_message_list"][0], "role": "assistant"}
+        assert one["completion"]["choices"][0]["message"] == said
 
 
 async def test_an_export_of_a_tool_call(
     proxy: Proxy, client: ArealClient, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
-    await client.grant_capacity()
-    episode = await client.start("task")
+    episode = await granted(client)
     engine.say([*chat.tokenizer.encode(CALL), chat.stop_token_ids[0]])
     body = {"messages": HELLO, "tools": CHAT_TOOLS, "max_tokens": 200}
     answer = (await proxy.post("/v1/chat/completions", body, episode.api_key)).json()
@@ -530,12 +463,7 @@ async def test_an_export_of_a_tool_call(
 async def test_an_export_without_texts(start: Start) -> None:
     proxy = await start(f"server.admin_key={ADMIN}", "sessions.store_content=false")
     async with ArealClient(proxy.url, ADMIN) as client:
-        await client.grant_capacity()
-        episode = await client.start("task")
-        first = await episode.chat("hello")
-        await episode.chat("hello", first["choices"][0]["message"]["content"], "again")
-        await episode.set_last_reward(1.0)
-        await episode.end()
+        episode, *_ = await played(client)
         for one in await interactions(proxy, client, episode.session_id):
             assert one["messages"] == []
             assert one["output_message_list"] is one["completion"] is None

@@ -26,6 +26,7 @@ async def test_calls_with_their_tree_and_their_rewards(proxy: Proxy) -> None:
     session = await talk(proxy)
     id, key = session["session_id"], session["api_key"]
     first, second, other = await proxy.recorded(id)
+    assert [c["propagated"] for c in (await shown(proxy, id))["interactions"]] == [None] * 3
     await proxy.post("/rl/v1/set_reward", {"reward": 0.25, "completion_id": first.id}, key)
     await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
     page = await shown(proxy, id)
@@ -45,30 +46,21 @@ async def test_calls_with_their_tree_and_their_rewards(proxy: Proxy) -> None:
     assert calls[1]["logprob_mean"] == pytest.approx(float(second.output_logprobs.mean()))
 
 
-async def test_a_session_without_a_reward_has_none_propagated(proxy: Proxy) -> None:
-    session = await talk(proxy)
-    page = await shown(proxy, session["session_id"])
-    assert [c["propagated"] for c in page["interactions"]] == [None, None, None]
-
-
 async def test_pages_by_number_and_by_length(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     id = (await talk(proxy))["session_id"]
     page = await shown(proxy, id, start=1, limit=1)
     assert ([c["number"] for c in page["interactions"]], page["next"]) == ([2], 2)
     assert (await shown(proxy, id, start=9))["interactions"] == []
-    monkeypatch.setattr(interactions, "_MAX_PAGE_TEXT", 10)
+    monkeypatch.setattr(interactions, "MAX_PAGE_TEXT", 10)
     page = await shown(proxy, id)
     assert ([c["number"] for c in page["interactions"]], page["next"]) == ([1], 1)
     for query in ("limit=0", "limit=101", "start=-1", "unknown=1"):
         response = await proxy.http.get(f"/rl/v1/sessions/{id}/interactions?{query}")
         assert response.status_code == 400, query
-
-
-async def test_a_long_text_is_cut_and_says_so(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(interactions, "_MAX_TEXT", 7)
-    page = await shown(proxy, (await talk(proxy))["session_id"])
+    # A long text is cut, and says so.
+    monkeypatch.undo()
+    monkeypatch.setattr(interactions, "MAX_TEXT", 7)
+    page = await shown(proxy, id)
     assert page["cut"]
     text = page["interactions"][0]["message_delta"][0]["content"]
     assert text == f"{HELLO[0]['content'][:7]} … ({len(HELLO[0]['content']) - 7} more characters)"
@@ -98,9 +90,7 @@ async def test_tokens_are_the_recorded_ones(proxy: Proxy) -> None:
         assert part[name] == got[name][start : start + 3], name
     missing = await proxy.http.get(f"/rl/v1/sessions/{id}/interactions/chatcmpl-no/tokens")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "interaction_not_found")
-
-
-async def test_tokens_of_an_eval_session_are_not_trained_on(proxy: Proxy) -> None:
+    # Those of an eval session are not trained on.
     id = (await talk(proxy, mode="eval"))["session_id"]
     one = (await proxy.recorded(id))[0]
     assert (await shown(proxy, id, f"/{one.id}/tokens"))["trained"] is False
@@ -126,7 +116,7 @@ async def test_what_is_archived_is_said_to_be(start: Start) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (409, "content_not_stored")
 
 
-async def test_it_is_its_tenants(start: Start) -> None:
+async def test_a_sessions_calls_are_its_tenants_alone(start: Start) -> None:
     proxy = await start(ADMIN, "server.ranks=1")
     tenants = Tenants(proxy)
     alice, bob = tenants.key("alice"), tenants.key("bob")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 from urllib.parse import urlencode
 
 import httpx
-import pytest
 from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent.types import SessionState
@@ -24,12 +24,9 @@ ROUTES: dict[str, APIRoute] = {
 """One for each kind of body."""
 
 
-def refused(response: httpx.Response, param: str | None, *words: str) -> None:
+def refused(response: httpx.Response, param: str | None) -> None:
     assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    for word in words:
-        assert word in error["message"]
+    assert response.json()["error"]["param"] == param, response.text
 
 
 def query_of(body: dict[str, Any]) -> str:
@@ -42,18 +39,14 @@ def query_of(body: dict[str, Any]) -> str:
     return urlencode(texts)
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() & ROUTES.keys()))
-async def test_every_body_can_stand_in_a_query(name: str) -> None:
-    fields = QueryFields(ROUTES[name].dependant)
-    body = EXAMPLES[name]
-    path = {field.alias: "s" for field in ROUTES[name].dependant.path_params}
-    said = await fields.parse(query_of(body), path)
-    assert said == body
-    assert merge_fields({}, said) == merge_fields(body, said) == body
-
-
-def test_every_kind_of_body_is_tried() -> None:
-    assert ROUTES.keys() - EXAMPLES.keys() == {"ArealEnd"}
+async def test_every_body_can_stand_in_a_query() -> None:
+    assert ROUTES.keys() - EXAMPLES.keys() == {"ArealEnd"}, "every kind of body is tried"
+    for name in EXAMPLES.keys() & ROUTES.keys():
+        fields = QueryFields(ROUTES[name].dependant)
+        body = EXAMPLES[name]
+        path = {field.alias: "s" for field in ROUTES[name].dependant.path_params}
+        said = await fields.parse(query_of(body), path)
+        assert merge_fields({}, said) == merge_fields(body, said) == said == body, name
 
 
 # -- the documents' signatures ---------------------------------------------------------------------
@@ -95,64 +88,47 @@ async def test_areals_episode_in_urls(proxy: Proxy) -> None:
     assert one["reward"] == -2
 
 
-async def test_a_rewards_names_are_json(proxy: Proxy) -> None:
+async def test_rewards_by_name_are_json_and_trainers_speak_in_urls_too(proxy: Proxy) -> None:
     session = await proxy.open()
     await proxy.complete(session["api_key"])
-    query = urlencode({"session_id": session["session_id"], "final_reward": '{"a": 1, "b": 0.5}'})
-    response = await proxy.http.post(f"/rl/v1/finalize?{query}")
-    assert response.json()["final_reward"] == 1.5
-
-
-async def test_the_trainers_routes_too(proxy: Proxy) -> None:
     set_to = await proxy.http.put("/rl/v1/capacity?limit=7&ttl=60&owner=me&held=a&held=b")
     assert set_to.json()["limit"] == 7
     assert (await proxy.http.post("/rl/v1/lease?owner=me&wait=0")).status_code == 204
     assert (await proxy.http.post("/rl/v1/pause?ttl=30")).status_code == 200
     assert (await proxy.http.post("/rl/v1/resume")).status_code == 200
+    query = urlencode({"session_id": session["session_id"], "final_reward": '{"a": 1, "b": 0.5}'})
+    response = await proxy.http.post(f"/rl/v1/finalize?{query}")
+    assert response.json()["final_reward"] == 1.5
 
 
 # -- both, and neither -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("same", [1, 1.0])
-async def test_body_and_query_may_say_the_same(proxy: Proxy, same: float) -> None:
+async def test_what_is_refused_changes_nothing(proxy: Proxy) -> None:
     session = await proxy.open()
-    await proxy.complete(session["api_key"])
-    path = f"/rl/v1/set_reward?reward=1&session_id={session['session_id']}"
-    response = await proxy.post(path, {"reward": same, "session_id": None}, session["api_key"])
-    assert response.json()["reward"] == 1
-
-
-@pytest.mark.parametrize(
-    ("query", "body", "param", "words"),
-    [
-        ("reward=1", {"reward": 0.5}, "reward", "differs between body and query"),
-        ("reward=1", {"reward": True}, "reward", "differs"),
-        ("reward=1&reward=2", {}, "reward", "different values"),
-        ("reward=nan", {}, "reward", "finite"),
-        ("reward=-Infinity", {}, "reward", "finite"),
-        ("reward=1e400", {}, "reward", "finite"),
-        ("reward=much", {}, "reward", "must be a number"),
-        ("reward=1_0", {}, "reward", "must be a number"),
-        ("reward=%D9%A1", {}, "reward", "must be a number"),
-        ("reward=%201", {}, "reward", "must be a number"),
-        ("reward=", {}, "reward", "is empty"),
-        ("reward=1&completion_id=", {}, "completion_id", "is empty"),
-        ("reward={%22a%22:NaN}", {}, "reward", "not valid JSON"),
-        ("reward=1&rewrad=1", {}, "rewrad", "did you mean reward?"),
-        ("reward=1&zzz=1", {}, "zzz", "this route takes completion_id, final_reward"),
-        ("reward=1&api_key=sk-v1.0.x", {}, "api_key", "not in a URL"),
-    ],
-)
-async def test_what_is_refused_changes_nothing(
-    proxy: Proxy, query: str, body: dict[str, Any], param: str, words: str
-) -> None:
-    session = await proxy.open()
-    await proxy.complete(session["api_key"])
-    response = await proxy.post(f"/rl/v1/set_reward?{query}", body, session["api_key"])
-    refused(response, param, words)
-    assert "sk-v1" not in response.text
+    key = session["api_key"]
+    await proxy.complete(key)
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("reward=1", {"reward": 0.5}, "reward"),
+        ("reward=1", {"reward": True}, "reward"),
+        ("reward=1&reward=2", {}, "reward"),
+        *((f"reward={value}", {}, "reward") for value in ("nan", "-Infinity", "1e400", "much")),
+        *((f"reward={value}", {}, "reward") for value in ("1_0", "%D9%A1", "%201", "")),
+        ("reward={%22a%22:NaN}", {}, "reward"),
+        ("reward=1&completion_id=", {}, "completion_id"),
+        ("reward=1&rewrad=1", {}, "rewrad"),
+        ("reward=1&api_key=sk-v1.0.x", {}, "api_key"),
+    ]
+    for query, body, param in cases:
+        response = await proxy.post(f"/rl/v1/set_reward?{query}", body, key)
+        refused(response, param)
+        assert "sk-v1" not in response.text
     assert not proxy.service.rewards.given
+    # Body and query may say the same.
+    for same in (1, 1.0):
+        path = f"/rl/v1/set_reward?reward=1&session_id={session['session_id']}"
+        response = await proxy.post(path, {"reward": same, "session_id": None}, key)
+        assert response.json()["reward"] == 1
 
 
 async def test_sessions_that_differ(proxy: Proxy) -> None:
@@ -160,7 +136,7 @@ async def test_sessions_that_differ(proxy: Proxy) -> None:
     response = await proxy.post(
         f"/rl/v1/finalize?session_id={first['session_id']}", {"session_id": second["session_id"]}
     )
-    refused(response, "session_id", "differs")
+    refused(response, "session_id")
     assert response.json()["error"]["code"] == "session_mismatch"
     path = f"/rl/v1/sessions/{first['session_id']}/abort"
     refused(await proxy.post(f"{path}?session_id={second['session_id']}", {}), "session_id")
@@ -170,34 +146,28 @@ async def test_sessions_that_differ(proxy: Proxy) -> None:
     assert [s.state for s in live.values()] == [SessionState.OPEN]
 
 
-async def test_a_body_that_is_none_stays_one(proxy: Proxy) -> None:
-    for body in (b"{", b"[]", b"5"):
-        response = await proxy.post("/rl/v1/start_session?mode=eval", body)
-        assert response.status_code == 400, body
+async def test_reads_and_opens_by_get_are_as_strict(proxy: Proxy) -> None:
+    for path in (
+        "sessions?stat=open",
+        "run?sesion_id=x",
+        "capacity?x=1",
+        "version?x=1",
+        "start_session?mod=eval",
+        *(f"sessions?limit={number}" for number in ("1_0", "", "%201")),
+        *(f"start_session?{field}" for field in ("ttl=nan", "wait=inf", "api_key=sk-v1.0.x")),
+    ):
+        response = await proxy.http.get(f"/rl/v1/{path}")
+        refused(response, path.partition("?")[2].partition("=")[0])
+    no_object = await proxy.post("/rl/v1/start_session?mode=eval", b"[]")
+    assert no_object.status_code == 400
     assert not proxy.service.sessions.live
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/rl/v1/sessions?stat=open",
-        "/rl/v1/run?sesion_id=x",
-        "/rl/v1/capacity?x=1",
-        "/rl/v1/version?x=1",
-        "/rl/v1/start_session?mod=eval",
-    ],
-)
-async def test_reads_know_their_parameters(proxy: Proxy, path: str) -> None:
-    response = await proxy.http.get(path)
-    refused(response, path.partition("?")[2].partition("=")[0], "unknown query parameter")
-    assert not proxy.service.sessions.live
-
-
-@pytest.mark.parametrize("path", ["run", "version"])
-async def test_a_read_may_name_its_session(proxy: Proxy, path: str) -> None:
+async def test_a_read_may_name_its_session(proxy: Proxy) -> None:
     first, second = await proxy.open(), await proxy.open()
     bearer = {"Authorization": f"Bearer {first['api_key']}"}
-    for headers in (bearer, {"X-Any-Agent-Session": first["session_id"]}, {}):
+    ways = (bearer, {"X-Any-Agent-Session": first["session_id"]}, {})
+    for path, headers in itertools.product(("run", "version"), ways):
         url = f"/rl/v1/{path}?session_id="
         same = await proxy.http.get(url + first["session_id"], headers=headers)
         assert same.status_code == 200, same.text
@@ -212,25 +182,14 @@ async def test_a_route_of_no_session_may_name_one(proxy: Proxy) -> None:
     first, second = await proxy.open(), await proxy.open()
     path = f"/rl/v1/start_session?mode=eval&session_id={second['session_id']}"
     response = await proxy.post(path, {}, **{"X-Any-Agent-Session": first["session_id"]})
-    refused(response, None, "two different sessions")
+    refused(response, None)
     assert len(proxy.service.sessions.live) == 2
     for path in ("sessions", "capacity"):
         named = f"/rl/v1/{path}?session_id={first['session_id']}"
         assert (await proxy.http.get(named)).status_code == 200
     limited = await proxy.http.get(f"/rl/v1/sessions?session_id={first['session_id']}&limit=1")
     assert len(limited.json()) == 1
-    refused(await proxy.http.get("/rl/v1/capacity?session_id="), "session_id", "is empty")
-
-
-@pytest.mark.parametrize("query", ["limit=1_0", "limit=", "limit=%201"])
-async def test_a_reads_numbers_are_as_strict(proxy: Proxy, query: str) -> None:
-    refused(await proxy.http.get(f"/rl/v1/sessions?{query}"), "limit")
-
-
-@pytest.mark.parametrize("query", ["ttl=nan", "wait=inf", "api_key=sk-v1.0.x"])
-async def test_an_open_by_get_is_as_strict(proxy: Proxy, query: str) -> None:
-    refused(await proxy.http.get(f"/rl/v1/start_session?{query}"), query.partition("=")[0])
-    assert not proxy.service.sessions.live
+    refused(await proxy.http.get("/rl/v1/capacity?session_id="), "session_id")
 
 
 async def test_a_key_is_of_what_is_asked_for_wherever_it_stands(proxy: Proxy) -> None:
