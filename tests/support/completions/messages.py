@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import orjson
 from anthropic.types import Message
 from pydantic import TypeAdapter
 
@@ -56,4 +56,4 @@ def whole_of(data: bytes) -> Message:
 
 def accumulated(data: bytes) -> Message:
     """What the SDK makes of a stream, whose order is held."""
-    return whole_of(orjson.dumps(messages.accumulated(events_of(data))))
+    return whole_of(json.dumps(messages.accumulated(events_of(data))).encode())
