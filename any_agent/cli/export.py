@@ -7,18 +7,15 @@ program, which replaces this one.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from functools import partial
 
 from any_agent.runtime.command_line import (
     add_trial_arguments,
+    become,
     count,
     moment,
     number,
     option,
-    require_installed,
-    share_module_path,
 )
 
 _DESCRIPTION = """\
@@ -120,11 +117,7 @@ def add_session_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
-    require_installed("serve")
-    share_module_path()
-    arguments = sys.argv[sys.argv.index("export") + 1 :]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "proxy_ext.export", *arguments])
+    become("proxy_ext.export", "export", extra="serve")
 
 
 _STATES = (

@@ -7,16 +7,13 @@ it is another program, which replaces this one.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from functools import partial
 
 from any_agent.runtime.command_line import (
     add_trial_arguments,
+    become,
     duration,
     option,
-    require_installed,
-    share_module_path,
 )
 
 SETTLED = ("trained", "rejected", "evaluated", "expired", "aborted")
@@ -76,8 +73,4 @@ def _settled(text: str) -> str:
 
 
 def _run(_: argparse.Namespace) -> int:
-    require_installed("serve")
-    share_module_path()
-    arguments = sys.argv[sys.argv.index("prune") + 1 :]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "proxy_ext.export.prune", *arguments])
+    become("proxy_ext.export.prune", "prune", extra="serve")

@@ -7,18 +7,15 @@ another program, which replaces this one.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from functools import partial
 
 from any_agent.cli.export import add_session_filters
 from any_agent.runtime.command_line import (
     add_trial_arguments,
+    become,
     count,
     option,
     positive,
-    require_installed,
-    share_module_path,
 )
 
 _DESCRIPTION = """\
@@ -72,8 +69,4 @@ def add_regrade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
-    require_installed("serve")
-    share_module_path()
-    arguments = sys.argv[sys.argv.index("regrade") + 1 :]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "proxy_ext.export.regrade", *arguments])
+    become("proxy_ext.export.regrade", "regrade", extra="serve")

@@ -7,16 +7,13 @@ another program, which replaces this one.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from functools import partial
 
 from any_agent.runtime.command_line import (
     add_trial_arguments,
+    become,
     count,
     option,
-    require_installed,
-    share_module_path,
 )
 
 _DESCRIPTION = """\
@@ -84,8 +81,4 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
-    require_installed("serve")
-    share_module_path()
-    arguments = sys.argv[sys.argv.index("replay") + 1 :]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "proxy_ext.export.replay", *arguments])
+    become("proxy_ext.export.replay", "replay", extra="serve")

@@ -7,17 +7,14 @@ replaces this one.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from functools import partial
 
 from any_agent.runtime.command_line import (
     add_setting_arguments,
+    become,
     count,
     number,
     option,
-    require_installed,
-    share_module_path,
 )
 
 _DESCRIPTION = """\
@@ -81,8 +78,4 @@ def _share(text: str) -> float:
 
 
 def _run(_: argparse.Namespace) -> int:
-    require_installed("train")
-    share_module_path()
-    arguments = sys.argv[sys.argv.index("sft") + 1 :]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "trainer.sft", *arguments])
+    become("trainer.sft", "sft", extra="train")

@@ -309,6 +309,18 @@ def add_below(
     return parser
 
 
+def become(module: str, command: str, *, extra: str) -> NoReturn:
+    """Replace this program by a module's, which gets the arguments behind ``command``.
+
+    ConfigError if ``extra``, of which the module is a part, is not installed.
+    """
+    require_installed(extra)
+    share_module_path()
+    arguments = sys.argv[sys.argv.index(command) + 1 :]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
 def share_module_path() -> None:
     """Let child processes find the packages that this process found, installed or not."""
     os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
