@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
-import subprocess
-import sys
-from typing import Any
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any, NamedTuple
 
 import pytest
 
-from proxy_ext.export.regrade import Regraded, summary_of
+from proxy_ext.export.regrade import Regraded, main, summary_of
 from tests.support.archives import Rank, settings_of
 
 GRADERS = """
@@ -44,15 +45,28 @@ async def recorded(rank: Rank, **sessions: tuple[str, float | None]) -> None:
         await rank.add_turns(id, ("How long?", answer), reward=reward, task_id="t", group_id="g")
 
 
-def regrade(rank: Rank, grader: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command beside a module of graders."""
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+async def regrade(rank: Rank, grader: str, *arguments: str) -> Done:
+    """Run the program beside a module of graders."""
     folder = rank.folder.parent
     (folder / "my_graders.py").write_text(GRADERS)
     root = next(p for p in rank.folder.parents if (p / "u").exists())
-    command = [sys.executable, "-m", "any_agent.cli", "regrade", grader, *arguments]
-    return subprocess.run(
-        [*command, *settings_of(root)], cwd=folder, capture_output=True, text=True, timeout=120
-    )
+    command = [grader, *arguments, *settings_of(root)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as said,
+    ):
+        patch.chdir(folder)
+        # Of the workers.
+        patch.syspath_prepend(folder)
+        code = await asyncio.to_thread(main, command)
+    return Done(code, out.getvalue(), said.getvalue())
 
 
 def lines_of(rank: Rank) -> dict[str, dict[str, Any]]:
@@ -66,7 +80,7 @@ async def test_each_session_has_its_old_and_its_new_reward(rank: Rank) -> None:
     await rank.add("archived")
     await rank.archive.sweep()
     assert rank.files
-    done = regrade(rank, "my_graders:counted", "--json")
+    done = await regrade(rank, "my_graders:counted", "--json")
     assert done.returncode == 0, done.stderr
     found = lines_of(rank)
     assert found.pop("archived")["old"] == 2.0
@@ -80,18 +94,18 @@ async def test_each_session_has_its_old_and_its_new_reward(rank: Rank) -> None:
 
 async def test_an_interrupted_run_goes_on_where_it_was(rank: Rank) -> None:
     await recorded(rank, s1=("a", 3.0), s2=("bb", 2.0), s3=("ccc", 1.0))
-    assert regrade(rank, "my_graders.counted", "--workers", "1").returncode == 0
+    assert (await regrade(rank, "my_graders.counted", "--workers", "1")).returncode == 0
     path, log = rank.folder.parent / "regraded.jsonl", rank.folder.parent / "graded.txt"
     whole = path.read_text()
     first = json.loads(whole.splitlines()[1])["session_id"]
     # As a kill leaves it: one line and a part of another.
     path.write_text("\n".join(whole.splitlines()[:2]) + '\n{"session_id": "s')
     log.unlink()
-    done = regrade(rank, "my_graders.counted")
+    done = await regrade(rank, "my_graders.counted")
     assert done.returncode == 0 and "1 of them by an earlier run" in done.stdout
     assert sorted(log.read_text().split()) == sorted({"s1", "s2", "s3"} - {first})
     assert sorted(path.read_text().splitlines()) == sorted(whole.splitlines())
-    other = regrade(rank, "my_graders.by_name")
+    other = await regrade(rank, "my_graders.by_name")
     assert other.returncode == 2 and "--out" in other.stderr
     assert sorted(path.read_text().splitlines()) == sorted(whole.splitlines())
 
@@ -100,7 +114,7 @@ async def test_parts_by_name_add_up_and_all_is_told_of_what_fails(rank: Rank) ->
     await recorded(rank, s1=("a", 3.0), s2=("bb", 2.0), s3=("ccc", 1.0), s4=("dddd", 0.0))
     await recorded(rank, s5=("eeeee", 0.0))
     await rank.add_turns("s6", ("How long?", {"reasoning_content": "Hm."}), task_id="t")
-    done = regrade(rank, "my_graders.ill", "--timeout", "2", "--out", "ill.jsonl")
+    done = await regrade(rank, "my_graders.ill", "--timeout", "2", "--out", "ill.jsonl")
     assert done.returncode == 1
     path = rank.folder.parent / "ill.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
@@ -110,7 +124,7 @@ async def test_parts_by_name_add_up_and_all_is_told_of_what_fails(rank: Rank) ->
         assert reason in problems[f"s{number}"], problems
     assert problems["s5"] is None and "store_content" in problems["s6"]
     # What failed is graded again, by the same function: here all but s6 had no reason to.
-    named = regrade(rank, "my_graders.by_name")
+    named = await regrade(rank, "my_graders.by_name")
     assert named.returncode == 1, named.stderr
     found = lines_of(rank)
     assert found["s2"]["rewards"] == {"length": 2, "polite": 0.5} and found["s2"]["new"] == 2.5
@@ -121,7 +135,7 @@ async def test_a_grader_that_is_none_is_refused_before_anything_is_read(
     rank: Rank, grader: str
 ) -> None:
     await recorded(rank, s1=("a", 3.0))
-    done = regrade(rank, grader)
+    done = await regrade(rank, grader)
     assert done.returncode == 2 and grader in done.stderr and "Traceback" not in done.stderr
     assert not (rank.folder.parent / "regraded.jsonl").exists()
 
