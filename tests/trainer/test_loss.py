@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
 from any_agent.errors import ConfigError
@@ -86,6 +88,25 @@ def test_old_tokens_neither_raise_nor_hide_the_mismatch_of_fresh_ones(error: flo
     assert means["mismatch"] > 0.2
     expected = (math.exp(error) - error - 1) / 2
     assert means["mismatch_fresh"] == pytest.approx(expected, abs=1e-6)
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(-6, 0)] * 3, st.floats(-3, 3)), min_size=2, max_size=9),
+    st.data(),
+)
+def test_shares_of_any_split_add_up(
+    tokens: list[tuple[float, float, float, float]], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(1, len(tokens) - 1))
+
+    def run(part: list[tuple[float, float, float, float]]) -> LossStats:
+        lp, prox, mu, a = (torch.tensor(c, dtype=torch.float64) for c in zip(*part, strict=True))
+        config = LossConfig()
+        inputs = LossInputs(mu, a, proximal=prox)
+        return GRPO(lp, inputs, total_tokens=len(tokens), config=config, entropies=-lp)[1]
+
+    whole, parts = run(tokens).means(), (run(tokens[:cut]) + run(tokens[cut:])).means()
+    assert whole == pytest.approx(parts, abs=1e-12)
 
 
 @pytest.mark.parametrize("which", ["logprobs", "behaviour", "advantages", "proximal"])
