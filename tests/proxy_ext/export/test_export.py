@@ -245,7 +245,7 @@ def change(path: Path, sql: str) -> None:
         connection.execute(sql)
 
 
-async def test_more_files_at_once_than_a_process_may_usually_open(
+async def test_an_export_reads_more_overlapping_archives_than_files_may_be_open(
     rank: Rank, tmp_path: Path
 ) -> None:
     """Each with a session that took very long."""
@@ -265,7 +265,9 @@ async def test_more_files_at_once_than_a_process_may_usually_open(
 
 
 @pytest.mark.service
-async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
+async def test_a_reader_of_the_pipe_that_leaves_causes_no_traceback(
+    rank: Rank, tmp_path: Path
+) -> None:
     for k in range(40):
         await rank.add(f"s{k}")
     command = f"{sys.executable} -m any_agent.cli export {' '.join(settings_of(tmp_path))}"
@@ -410,7 +412,7 @@ def test_a_pipe_is_written_to_until_its_reader_leaves(tmp_path: Path, linked: bo
     assert stat.S_ISFIFO(pipe.stat().st_mode) and name.is_symlink() == linked
 
 
-def test_a_file_that_is_open_and_deleted(tmp_path: Path) -> None:
+def test_an_export_writes_to_an_open_file_that_was_deleted(tmp_path: Path) -> None:
     with open(tmp_path / "gone", "wb+") as file:
         (tmp_path / "gone").unlink()
         write(f"/dev/fd/{file.fileno()}")
@@ -418,7 +420,7 @@ def test_a_file_that_is_open_and_deleted(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_names_of_no_file(tmp_path: Path) -> None:
+def test_a_path_that_can_be_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     names = ("", "/new/", "/no/out", "/file/out", "/loop")

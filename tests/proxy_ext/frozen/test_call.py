@@ -146,7 +146,7 @@ async def test_a_streamed_frozen_call_is_whole_and_recorded_with_its_cost(
             assert not any("usage" in event for event in events)
 
 
-async def test_usage_of_a_stream_that_asks_for_it(proxy: Proxy) -> None:
+async def test_a_stream_that_asks_for_usage_ends_with_it(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t")
     body = chat_body(stream_options={"include_usage": True})
     events, _ = await events_of(proxy, "/v1/chat/completions", body, session["api_key"])
