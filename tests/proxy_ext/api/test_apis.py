@@ -108,7 +108,7 @@ def test_every_part_learns_of_an_added_api_from_the_registry(echo: Api) -> None:
     assert schema["required"] == ["text"] and {"text", "stream"} <= schema["properties"].keys()
 
 
-async def test_a_direct_client_answers_each_api(
+async def test_a_direct_client_answers_an_added_api(
     echo: Api, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     engine.say([*chat.encode("four", special=False), chat.stop_token_ids[0]])

@@ -103,7 +103,7 @@ async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
     assert ended == {0, 1}
 
 
-async def test_a_reward_that_names_a_choice_goes_to_it_alone(proxy: Proxy) -> None:
+async def test_a_reward_must_name_its_choice_and_goes_to_it(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     answer = await proxy.complete(key, n=2)

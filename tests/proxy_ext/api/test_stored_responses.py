@@ -191,7 +191,7 @@ async def test_another_sessions_answers_are_not_there(proxy: Proxy) -> None:
         refused(response, 404, "response_not_found", "response_id")
 
 
-async def test_without_kept_texts_responses_are_not_stored(start: Start) -> None:
+async def test_without_kept_texts_an_earlier_response_is_refused(start: Start) -> None:
     proxy = await start("sessions.store_content=false")
     await proxy.admit(5)
     key = (await proxy.open())["api_key"]

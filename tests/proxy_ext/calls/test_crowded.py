@@ -185,7 +185,7 @@ def test_sessions_of_one_tenant_share_its_slots() -> None:
     slots.acquire(CallOwner("s8"))
 
 
-def test_a_call_of_more_choices_than_slots_is_taken_when_alone() -> None:
+def test_each_choice_of_a_call_counts_as_a_slot_of_its_session() -> None:
     slots, _ = owned(BOB)
     slots.free(1, BOB)
     slot = slots.acquire(ALICE)

@@ -50,7 +50,7 @@ async def test_an_idle_session_expires_and_a_heartbeat_does_not_prolong_its_ttl(
     assert (now["state"], now["reason"]) == ("expired", "its ttl ran out")
 
 
-async def test_calls_and_rewards_renew_the_idle_time(proxy: Proxy) -> None:
+async def test_calls_rewards_and_heartbeats_renew_the_idle_time(proxy: Proxy) -> None:
     session = await proxy.open(ttl=100)
     id, key = session["session_id"], session["api_key"]
 

@@ -341,7 +341,7 @@ async def test_an_opening_that_is_repeated_has_the_same_keys(closed: Proxy) -> N
     assert first.json()["judge_key"].encode() not in stored
 
 
-async def test_two_rewards_at_once_have_one_author(closed: Proxy) -> None:
+async def test_the_judges_reward_wins_over_simultaneous_ones_of_the_agent(closed: Proxy) -> None:
     session = await played(closed, "both")
     bodies = [(session["api_key"], 1000), (session["judge_key"], 0.5)] * 5
     answers = await asyncio.gather(
