@@ -134,7 +134,7 @@ async def test_a_refusal_is_not_kept_as_the_answer_to_its_key(proxy: Proxy) -> N
     assert late.headers["idempotent-replayed"] == "true"
 
 
-async def test_no_idempotency_key_is_stored_in_clear(proxy: Proxy) -> None:
+async def test_answers_kept_for_repeats_store_no_session_secret(proxy: Proxy) -> None:
     prefixed = await proxy.post(START, {}, **keyed("k"))
     session = prefixed.json()
     await proxy.complete(session["api_key"])

@@ -83,7 +83,7 @@ async def test_a_session_is_a_trace(
     assert ASKED not in str(collector.spans), "content is off by default"
 
 
-async def test_content_is_traced_only_if_the_setting_asks_for_it(
+async def test_content_is_traced_where_the_setting_asks_for_it(
     start: Start, tmp_path: Path, collector: Collector
 ) -> None:
     wanted = (f"tracing.endpoint={collector.url}/v1/traces", "tracing.content=true")

@@ -38,7 +38,7 @@ async def proxy(start: Start) -> Proxy:
     return await start(*settings(), admit=100)
 
 
-async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
+async def test_a_conversation_without_a_session_opens_one_and_stays_in_it(proxy: Proxy) -> None:
     async with client(proxy) as agent:
         messages: list[Any] = list(ONE)
         for _ in range(3):
@@ -58,7 +58,7 @@ async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
     assert proxy.service.implicit.calls == {"opened": 1, "continued": 2}
 
 
-async def test_each_of_two_agents_at_once_has_its_own(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_two_agents_at_once_have_a_session_each(proxy: Proxy, engine: ScriptedEngine) -> None:
     """Two that begin alike are two attempts; each goes on with the answer that it got."""
     will_say(engine, proxy, "one", "two")
     (first, a), (second, b) = await asyncio.gather(says(proxy, ONE), says(proxy, ONE))

@@ -136,7 +136,7 @@ async def test_a_failure_of_the_engine_is_told_in_anthropics_shape(
     assert (raised.value.type, raised.value.error_code) == (type, code)
 
 
-async def test_one_call_at_most_where_that_cannot_be_said(
+async def test_disabling_parallel_tools_is_refused_where_the_template_cannot(
     proxy: Proxy, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await proxy.open()

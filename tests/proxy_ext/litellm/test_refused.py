@@ -148,7 +148,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         LiteLLMConfig(policy_guardrails=("a",), policy_vetoes=("a", "b"))
 
 
-def test_only_what_passes_is_an_outage() -> None:
+def test_only_failures_that_may_pass_count_as_an_outage() -> None:
     assert is_outage(ConnectionRefusedError())
     wrapped = RuntimeError("database")
     wrapped.__cause__ = TimeoutError()
@@ -202,7 +202,9 @@ async def test_a_rank_ends_with_litellms_words(
 
 
 @pytest.mark.service
-def test_a_rank_names_what_contradicts_it(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_rank_refuses_a_contradicting_litellm_file_and_names_the_conflict(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     config = start(tmp_path, tiny_model_dir, {"model_list": [model("policy")]})
     ended = run(config, "--port", "0")
     assert ended.returncode == 2 and "policy is a name" in ended.stderr

@@ -182,7 +182,7 @@ async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_p
     await until(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the worker is gone")
 
 
-async def test_what_ails_one_grade_leaves_no_other_without_an_end(
+async def test_a_failing_grade_leaves_no_other_grade_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its processes end with the pool: whoever waits for one of them must hear of it."""

@@ -252,7 +252,7 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
     assert (await one).status_code == 200
 
 
-async def test_the_queue_is_told_in_its_order(start: Start) -> None:
+async def test_capacity_tells_the_waiting_opens_in_their_order(start: Start) -> None:
     proxy = await start()
     opens = []
     for fields in ({"group_id": "g", "group_size": 3}, {}, {"task_id": "t", "group_size": 2}):
@@ -304,7 +304,7 @@ async def test_remembered_opens_are_forgotten_in_time_and_bounded(
     assert slots.queue == [5] + [1] * (admission.MAX_SHOWN - 1)
 
 
-async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
+async def test_a_late_message_of_the_trainer_does_not_undo_a_newer_limit(proxy: Proxy) -> None:
     held = (await proxy.finished_session())["session_id"]
     await proxy.lease()
     for number, limit, expected in ((7, 20, 20), (8, 3, 3), (7, 50, 3), (8, 4, 4)):

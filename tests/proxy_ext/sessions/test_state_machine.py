@@ -202,7 +202,7 @@ async def test_awaiting_a_reward_again_moves_no_deadline(proxy: Proxy) -> None:
     assert (await info(proxy, session))["final_reward"] == 3
 
 
-async def test_session_info_shows_state_times_and_rewards_without_secrets(proxy: Proxy) -> None:
+async def test_session_info_shows_state_times_and_rewards(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t", group_size=1, ttl=100)
     key, id = session["api_key"], session["session_id"]
     completion = (await proxy.complete(key))["id"]

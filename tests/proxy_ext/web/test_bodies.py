@@ -58,7 +58,7 @@ async def test_rl_bodies_are_read_strictly(proxy: Proxy) -> None:
     assert not proxy.service.sessions.live
 
 
-async def test_a_body_that_is_announced_too_long_is_refused_unread(
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy = await start("engine.context_length=64")
