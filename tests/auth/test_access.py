@@ -45,7 +45,7 @@ def refused(access: Access, key: str) -> bool:
     return False
 
 
-def test_each_key_says_who(configured: Callable[..., Config]) -> None:
+def test_each_key_identifies_its_caller(configured: Callable[..., Config]) -> None:
     config = configured("server.admin_key=operator-secret")
     path = trial_dir(config).keys
     tenant, kept = create_key(path, "tenant", tenant="alice")
@@ -164,7 +164,9 @@ def test_without_a_scope_nothing_is_allowed() -> None:
         authorize({Scope.TRAINER}, ANYONE)
 
 
-def test_what_a_start_says_of_keys(configured: Callable[..., Config]) -> None:
+def test_the_start_message_says_whether_keys_are_required(
+    configured: Callable[..., Config],
+) -> None:
     assert "API keys are required" in describe_auth(configured("server.admin_key=operator-secret"))
     config = configured("trial=second")
     assert "is an operator" in describe_auth(config) and "trial=second" in describe_auth(config)

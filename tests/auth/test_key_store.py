@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trial" / "keys.json"
 
 
-def test_a_key_is_kept_as_its_hash(path: Path) -> None:
+def test_a_key_is_stored_only_as_its_hash(path: Path) -> None:
     text, key = create_key(path, "tenant", tenant="alice", limits=TenantLimits(open_sessions=3))
     assert text.startswith("sk-tenant.") and key_id(text) == key.id
     assert text not in path.read_text() and text.rpartition(".")[2] not in path.read_text()
@@ -35,7 +35,7 @@ def test_a_key_is_kept_as_its_hash(path: Path) -> None:
 
 
 @pytest.mark.parametrize("scope", ["admin", "trainer"])
-def test_other_scopes_have_no_tenant(path: Path, scope: KeptScope) -> None:
+def test_keys_of_scopes_other_than_tenant_have_no_tenant(path: Path, scope: KeptScope) -> None:
     text, _ = create_key(path, scope)
     assert text.startswith(KEPT_PREFIXES)
     assert read_keys(path).has_admin == (scope == "admin")
@@ -52,7 +52,7 @@ def test_a_tenant_needs_a_name(path: Path) -> None:
     assert not path.exists()
 
 
-def test_what_is_not_the_key_is_not_found(path: Path) -> None:
+def test_a_text_that_is_not_the_key_is_not_found(path: Path) -> None:
     text, key = create_key(path, "admin")
     keys = read_keys(path)
     other, _ = create_key(path, "admin")
@@ -128,7 +128,7 @@ def test_limits_of_a_tenant_are_of_its_newest_keys(path: Path) -> None:
         '{"format": 1, "keys": [{"id": "a", "scope": "admin", "created_at": 1, "hash": "no"}]}',
     ],
 )
-def test_a_broken_file_is_said(path: Path, content: str) -> None:
+def test_a_broken_key_file_is_reported(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
     path.chmod(0o600)
@@ -140,7 +140,7 @@ def test_a_broken_file_is_said(path: Path, content: str) -> None:
     assert path.read_text() == content, "and it is left as it is"
 
 
-def test_nothing_is_kept_of_a_key_that_cannot_be_told_of(path: Path) -> None:
+def test_a_key_whose_creation_cannot_be_recorded_is_not_kept(path: Path) -> None:
     create_key(path, "admin")
     before = path.read_bytes()
 
@@ -160,7 +160,7 @@ def make(path: Path, count: int) -> None:
 
 
 @pytest.mark.service
-def test_writers_lose_nothing(path: Path) -> None:
+def test_simultaneous_writers_of_keys_lose_none(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=make, args=(path, 20)) for _ in range(3)]
     for writer in writers:

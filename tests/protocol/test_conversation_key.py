@@ -35,7 +35,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0001;"
         {"system": [{"type": "text", "text": t} for t in (BILLING, SYSTEM)], "messages": [USER]},
     ],
 )
-def test_one_conversation_in_every_api(body: dict[str, Any]) -> None:
+def test_one_conversation_has_the_same_key_in_every_api(body: dict[str, Any]) -> None:
     assert task_of(body) == task_of(CHAT)
 
 
@@ -56,7 +56,7 @@ def test_another_conversation_has_another_key(body: dict[str, Any]) -> None:
 LONG = "\n".join(f"Line {k} of a long text." for k in range(20_000))
 
 
-def test_one_long_conversation_in_every_api() -> None:
+def test_one_long_conversation_has_the_same_key_in_every_api() -> None:
     system, asked = f"{SYSTEM}\n{LONG}", f"{LONG}\n{ASKED}"
     user = {"role": "user", "content": asked}
     spread = LONG.replace("\n", " \r\n\n", 1000)
@@ -110,13 +110,13 @@ BODIES = SCALARS | st.dictionaries(FIELDS, SCALARS | st.lists(OBJECTS | SCALARS,
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(BODIES)
-def test_any_json_has_a_task_that_may_be_opened(body: Any) -> None:
+def test_any_json_body_gives_a_task_that_may_be_opened(body: Any) -> None:
     task = task_of(body)
     assert task.startswith(TASK_PREFIX) and task == task_of(orjson.loads(orjson.dumps(body)))
     assert StartSession.model_validate({"task_id": task}).task_id == task
 
 
-def test_a_response_names_its_rank() -> None:
+def test_the_id_of_a_response_names_its_rank() -> None:
     for rank in (0, 1, 255, 4095):
         assert rank_of_response(f"resp_{rank_tag(rank)}{'0' * 28}") == rank
     for id in (None, 7, "", "resp_", "resp_12", "chatcmpl-0001aaaa", "resp_zzzz0", "resp_0001aa\n"):

@@ -26,7 +26,7 @@ def audited(proxy: Proxy) -> list[dict[str, Any]]:
     return lines_in(trial_dir(proxy.service.config).audit / "rank-0.jsonl")
 
 
-async def test_uses_and_refusals_are_written(start: Start) -> None:
+async def test_uses_and_refusals_are_written_to_the_audit_log(start: Start) -> None:
     proxy = await start("server.admin_key=operator-secret")
     await proxy.admit(10)
     path = trial_dir(proxy.service.config).keys
@@ -99,7 +99,7 @@ def test_a_flood_of_refusals_or_failures_is_counted_and_pushes_nothing_out(
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_it_takes_bounded_space(tmp_path: Path) -> None:
+def test_the_audit_log_takes_bounded_space_and_keeps_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     audit = AuditLog(path, max_bytes=2000, files=3)
     for n in range(1000):
@@ -112,7 +112,7 @@ def test_it_takes_bounded_space(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], 1000)), "the newest ones, in order"
 
 
-def test_many_sessions_are_cut(tmp_path: Path) -> None:
+def test_a_long_list_of_sessions_is_cut_in_the_audit_log(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     audit = AuditLog(path)
     audit.use(who="admin", sessions=[f"ses-{n}" for n in range(150)])
@@ -121,7 +121,7 @@ def test_many_sessions_are_cut(tmp_path: Path) -> None:
     assert len(line["sessions"]) == 100 and line["more_sessions"] == 50
 
 
-def test_a_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failing_disk_costs_audit_lines_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "audit").write_text("in the way")
     audit = AuditLog(tmp_path / "audit" / "rank-0.jsonl")
     for _ in range(10):

@@ -80,7 +80,7 @@ async def test_a_tenant_has_its_own_sessions(closed: Proxy) -> None:
     assert alice not in str(row)
 
 
-async def test_a_session_that_is_not_ones_own_is_not_there(closed: Proxy) -> None:
+async def test_a_session_of_another_tenant_is_answered_as_unknown(closed: Proxy) -> None:
     """The answer is the same, but for the name."""
     alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
     hers, his = await opened(closed, alice), await opened(closed, bob)
@@ -219,7 +219,7 @@ async def test_refusals_do_not_wait_for_the_body(closed: Proxy) -> None:
         writer.close()
 
 
-async def test_paths_are_the_tables_or_none(closed: Proxy) -> None:
+async def test_other_spellings_of_a_path_open_no_route_beside_its_scopes(closed: Proxy) -> None:
     """What a framework may take for one of our routes is none, or is held to the table."""
     for path in (
         "/rl/v1/capacity/",

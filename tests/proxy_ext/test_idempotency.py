@@ -31,7 +31,7 @@ async def opens(proxy: Proxy) -> int:
     return sum((await proxy.service.journal.counts()).values())
 
 
-async def test_the_same_again_is_answered_as_before(proxy: Proxy) -> None:
+async def test_a_repeated_request_with_its_key_is_answered_as_before(proxy: Proxy) -> None:
     first = await proxy.post(START, {"task_id": "t", "metadata": {"a": 1}}, **keyed("k"))
     # The order of the fields and white space say nothing.
     body = b'{ "metadata": {"a": 1},\n "task_id": "t" }'
@@ -51,7 +51,9 @@ async def test_the_same_again_is_answered_as_before(proxy: Proxy) -> None:
     [(START, {"task_id": "u"}), (f"{START}?ttl=9", {"task_id": "t"}), (START, b'{"task_id": "t"')],
     ids=["body", "query", "no json"],
 )
-async def test_the_key_of_another_request_is_refused(proxy: Proxy, path: str, body: Any) -> None:
+async def test_an_idempotency_key_of_another_request_is_refused(
+    proxy: Proxy, path: str, body: Any
+) -> None:
     assert (await proxy.post(START, {"task_id": "t"}, **keyed("k"))).status_code == 200
     refused = await proxy.post(path, body, **keyed("k"))
     if body == b'{"task_id": "t"':
@@ -63,7 +65,7 @@ async def test_the_key_of_another_request_is_refused(proxy: Proxy, path: str, bo
     assert await opens(proxy) == 1
 
 
-async def test_a_key_that_is_none_is_refused(proxy: Proxy) -> None:
+async def test_a_malformed_idempotency_key_is_refused(proxy: Proxy) -> None:
     for keys in ([""], ["a b"], ["k" * 256], ["ü"], ["a", "b"]):
         headers = [(b"idempotency-key", key.encode()) for key in keys]
         answer = await proxy.http.post(START, json={}, headers=headers)
@@ -113,7 +115,7 @@ async def test_a_key_belongs_to_its_caller_and_path(start: Start) -> None:
         assert forged.status_code == 401
 
 
-async def test_only_what_was_done_is_kept(proxy: Proxy) -> None:
+async def test_a_refusal_is_not_kept_as_the_answer_to_its_key(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     refused = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **keyed("k"))
@@ -132,7 +134,7 @@ async def test_only_what_was_done_is_kept(proxy: Proxy) -> None:
     assert late.headers["idempotent-replayed"] == "true"
 
 
-async def test_no_key_is_stored(proxy: Proxy) -> None:
+async def test_answers_kept_for_repeats_store_no_session_secret(proxy: Proxy) -> None:
     prefixed = await proxy.post(START, {}, **keyed("k"))
     session = prefixed.json()
     await proxy.complete(session["api_key"])

@@ -31,7 +31,7 @@ async def attempt(proxy: Proxy, reward: float = 1.0) -> str:
     return str(session["session_id"])
 
 
-async def test_its_engine_serves_any_event_loop(start: Start) -> None:
+async def test_the_engine_of_a_proxy_in_process_serves_any_event_loop(start: Start) -> None:
     engine = (await start()).front.engine
     request = ModelRequest(input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=4))
     here = await engine.agenerate(request)
@@ -56,7 +56,7 @@ async def test_its_engine_serves_any_event_loop(start: Start) -> None:
     await asyncio.to_thread(asyncio.run, elsewhere())
 
 
-async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: Proxy) -> None:
+async def test_sessions_can_be_looked_at_until_they_are_handed_over(proxy: Proxy) -> None:
     app = proxy.front
     assert len(app.session_cache) == 0
     session = await proxy.open()
@@ -117,7 +117,7 @@ async def test_an_episode_blocks_until_an_agent_finalizes(start: Start) -> None:
     assert told.json()["state"] == "trained"
 
 
-async def test_the_proposals_dictionary_of_an_episode(start: Start) -> None:
+async def test_the_example_in_the_docs_makes_the_proposed_dictionary(start: Start) -> None:
     """The page's code makes one of each session of a group."""
     page = FROM_AREAL.read_text(encoding="utf-8")
     (code,) = re.findall(r"<!-- test: as-proposed -->\n```python\n(.*?)^```$", page, re.M | re.S)
@@ -158,7 +158,7 @@ async def test_many_episodes_at_once_share_nothing_and_lose_nothing(start: Start
     assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 429
 
 
-async def test_who_is_cancelled_holds_nothing(start: Start) -> None:
+async def test_a_cancelled_episode_holds_no_slot(start: Start) -> None:
     proxy = await start()
     workflow = ProxyWorkflow(proxy.front)
     waiting = asyncio.create_task(workflow.arun_episode(None, None))
@@ -173,7 +173,7 @@ async def test_who_is_cancelled_holds_nothing(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("during", "times"), [("lease", 1), ("ack", 1), ("ack", 2)])
-async def test_what_was_on_its_way_to_one_that_left_is_the_next_ones(
+async def test_a_group_on_its_way_to_a_cancelled_episode_goes_to_the_next(
     start: Start, monkeypatch: pytest.MonkeyPatch, during: str, times: int
 ) -> None:
     """Cancelled between the lease and its end, or after that, and once more meanwhile."""
@@ -208,7 +208,7 @@ async def test_what_was_on_its_way_to_one_that_left_is_the_next_ones(
     assert not proxy.service.sessions.lease_index.leased and len(app.session_cache) == 0
 
 
-async def test_an_episode_on_anything_else_is_refused(start: Start) -> None:
+async def test_an_episode_with_foreign_data_or_engine_is_refused(start: Start) -> None:
     proxy, other = await start(), object()
     workflow = ProxyWorkflow(proxy.front)
     with fails_with(ConfigError, "arun_episode(engine, None)"):
@@ -219,7 +219,7 @@ async def test_an_episode_on_anything_else_is_refused(start: Start) -> None:
         ProxyWorkflow({})  # type: ignore[arg-type]
 
 
-async def test_an_app_that_does_not_run_is_told_as_that(start: Start) -> None:
+async def test_an_episode_on_an_app_that_does_not_run_is_told_so(start: Start) -> None:
     app = create_app(
         Config(),
         None,  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from proxy_ext.litellm_app import LiteLLMApp
 from tests.support.proxy import litellm_stand_in
 
 
-async def test_it_is_loaded_once_when_it_is_asked_first() -> None:
+async def test_litellm_is_loaded_once_at_the_first_request() -> None:
     loads, may_end = [], threading.Event()
 
     def load() -> Starlette:
@@ -39,7 +39,7 @@ async def test_it_is_loaded_once_when_it_is_asked_first() -> None:
     assert len(loads) == 1 and loads[0] is not threading.main_thread()
 
 
-async def test_it_is_shut_down_at_the_end() -> None:
+async def test_litellm_is_shut_down_at_the_end() -> None:
     said = []
 
     @asynccontextmanager
@@ -81,14 +81,14 @@ asyncio.run(ask())
 
 
 @pytest.mark.service
-def test_a_rank_that_answers_liveness_has_not_imported_it() -> None:
+def test_a_rank_answers_liveness_before_litellm_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIVENESS], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines() == ["200 False"] * 2, done.stderr
 
 
-async def test_a_load_that_failed_is_tried_again() -> None:
+async def test_a_failed_load_of_litellm_is_tried_again() -> None:
     faults = [ImportError("not there")]
 
     def load() -> Starlette:

@@ -25,7 +25,7 @@ asyncio.run(main())
 
 
 @pytest.mark.service
-def test_what_it_logs_goes_through_our_form_without_keys() -> None:
+def test_log_lines_of_litellm_take_our_form_without_keys() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SOURCE],
         capture_output=True,

@@ -53,7 +53,7 @@ def ends_with(ended: subprocess.CompletedProcess[str], *names: str, status: int 
         ({}, "", ["http://127.0.0.1:1", "engine.urls"], 1),
     ],
 )
-def test_what_it_cannot_start_with_is_named(
+def test_a_setting_that_prevents_the_start_is_named(
     tiny_model_dir: Path,
     tmp_path: Path,
     sections: dict[str, object],

@@ -125,7 +125,9 @@ async def test_hanging_up_frees_the_real_engine(
         assert await proxy.recorded(session["session_id"]) == []
 
 
-async def test_answers_that_spell_the_names_of_tokens(start: Start, tiny_model_dir: Path) -> None:
+async def test_answers_that_spell_special_tokens_come_back_as_plain_text(
+    start: Start, tiny_model_dir: Path
+) -> None:
     """They come as they were asked for: no marker is read in them, and none ends them."""
     async with on_a_real_engine(start, tiny_model_dir) as (_, proxy):
         session = await proxy.open(mode="eval")

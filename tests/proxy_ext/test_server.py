@@ -91,7 +91,7 @@ class Present:
         await until(lambda: (last := entry(self.folder)) and last.state == "stopping")
 
 
-async def test_it_ends_at_once_when_another_process_carries_the_rank(
+async def test_a_server_ends_at_once_when_another_process_carries_the_rank(
     tmp_path: Path, app: App
 ) -> None:
     reasons: list[str | None] = [None]
@@ -104,7 +104,9 @@ async def test_it_ends_at_once_when_another_process_carries_the_rank(
     assert server.lost == "another process has it"
 
 
-async def test_it_is_present_until_sigterm_and_then_drains(tmp_path: Path, app: App) -> None:
+async def test_a_server_is_registered_until_sigterm_and_then_drains(
+    tmp_path: Path, app: App
+) -> None:
     """And then ends well: uvicorn would raise the signal again, and the process die of it."""
     here = Present(app, tmp_path)
     server = await here.started()
@@ -126,7 +128,7 @@ async def test_it_is_present_until_sigterm_and_then_drains(tmp_path: Path, app: 
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_ends_it_at_once(
+async def test_a_second_signal_ends_the_server_at_once(
     tmp_path: Path, app: App, second: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = Present(app, tmp_path)
@@ -144,7 +146,7 @@ async def test_a_second_signal_ends_it_at_once(
     assert "Traceback" not in caplog.text
 
 
-async def test_an_answer_that_has_begun_is_cut_not_ended(
+async def test_an_answer_under_way_is_cut_off_and_not_ended_as_if_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Endless(App):
@@ -221,7 +223,9 @@ async def test_a_server_that_cannot_start_was_never_present(tmp_path: Path) -> N
     assert entry(tmp_path) is None
 
 
-async def test_an_entry_tells_load_and_version(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_the_registry_entry_of_a_rank_tells_load_and_version(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     session = await proxy.open()
     await proxy.open()
     await proxy.finished_session()

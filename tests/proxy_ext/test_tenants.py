@@ -96,7 +96,7 @@ async def test_a_tenant_cannot_keep_every_slot_for_groups_that_nobody_is_in(star
     turned_away(await begun_and_left("d"), 429, "quota_exceeded")
 
 
-async def test_an_open_that_waits_counts_and_holds_nobody_up(start: Start) -> None:
+async def test_a_waiting_open_counts_for_its_tenant_and_holds_nobody_up(start: Start) -> None:
     proxy = await start(ADMIN, "server.ranks=1", "sessions.max_waiting=3")
     tenants = Tenants(proxy)
     alice, bob = tenants.key("alice", open_sessions=2), tenants.key("bob")
@@ -159,7 +159,7 @@ async def test_a_tenants_calls_wait_until_their_tokens_are_paid(start: Start, st
 # -- over all ranks, with Redis --------------------------------------------------------------------
 
 
-async def test_two_ranks_count_together(
+async def test_two_ranks_count_the_quota_of_a_tenant_together(
     server: RedisServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long that a busy machine does not make Redis seem away.
@@ -246,7 +246,7 @@ async def test_nobody_is_told_of_another_tenants_groups(start: Start) -> None:
     assert "secret-plan has 1 of 2" in own.text
 
 
-async def test_a_lane_is_its_tenants(start: Start) -> None:
+async def test_a_lane_belongs_to_its_tenant_alone(start: Start) -> None:
     proxy = await start(ADMIN, "server.ranks=1")
     tenants = Tenants(proxy)
     alice, bob = tenants.key("alice"), tenants.key("bob")

@@ -83,7 +83,7 @@ async def test_a_session_is_a_trace(
     assert ASKED not in str(collector.spans), "content is off by default"
 
 
-async def test_content_is_traced_if_it_is_asked_for(
+async def test_content_is_traced_where_the_setting_asks_for_it(
     start: Start, tmp_path: Path, collector: Collector
 ) -> None:
     wanted = (f"tracing.endpoint={collector.url}/v1/traces", "tracing.content=true")
@@ -98,7 +98,7 @@ async def test_content_is_traced_if_it_is_asked_for(
         config_for(tmp_path, *wanted, "sessions.store_content=false")
 
 
-async def test_a_collector_that_fails_harms_no_call(
+async def test_a_failing_trace_collector_harms_no_call(
     start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "SEND_SECONDS", 2.0)
@@ -116,7 +116,7 @@ async def test_a_collector_that_fails_harms_no_call(
     await until(lambda: traces.outcomes["sent"] > 0)
 
 
-def test_a_tool_call_and_its_answer_are_parts(tmp_path: Path) -> None:
+def test_a_tool_call_and_its_answer_are_traced_as_parts(tmp_path: Path) -> None:
     call = {"id": "c1", "function": {"name": "look", "arguments": "{}"}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "seen"}
@@ -145,7 +145,7 @@ def test_a_tool_call_and_its_answer_are_parts(tmp_path: Path) -> None:
     ("url", "why"),
     [("collector:4318", "https URL"), ("http://me:secret@c/v1/traces", "OTLP_HEADERS")],
 )
-def test_an_endpoint_that_is_none_is_refused_without_its_secret(
+def test_an_invalid_tracing_endpoint_is_refused_without_showing_its_secret(
     tmp_path: Path, url: str, why: str
 ) -> None:
     with fails_with(ConfigError, why) as refused:

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.EIO])
-def test_only_a_disk_that_cannot_give_it_back_is_damage(
+def test_only_an_error_of_the_disk_counts_as_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """A process that cannot read sets nothing aside."""

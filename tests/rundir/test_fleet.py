@@ -18,7 +18,7 @@ CHANGES = st.lists(
 )
 
 
-def test_a_rank_comes_and_another_one_goes() -> None:
+def test_ranks_can_be_added_to_and_drained_from_a_fleet() -> None:
     fleet = Fleet.of(2).with_state(2, "joining")
     assert (fleet.number, fleet.serving, fleet.ranks) == (1, (0, 1), (0, 1, 2))
     assert [fleet.state(rank) for rank in range(4)] == ["serving", "serving", "joining", None]
@@ -68,7 +68,7 @@ def test_a_start_with_another_number_of_ranks_drains_or_adds_some(
 
 
 @given(CHANGES, st.integers(1, 6))
-def test_whatever_happens_a_start_has_its_ranks(
+def test_a_start_has_its_ranks_after_any_sequence_of_changes(
     changes: list[tuple[int, RankState]], count: int
 ) -> None:
     fleet = Fleet.of(3)

@@ -21,7 +21,7 @@ __all__ = ["quick"]
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-async def test_it_is_told_at_once_again_and_again_and_at_the_end(tmp_path: Path) -> None:
+async def test_a_heartbeat_is_written_at_once_repeatedly_and_at_the_end(tmp_path: Path) -> None:
     rank = Part()
     here = Heartbeat(tmp_path, rank)
     await here.begin()
@@ -33,7 +33,7 @@ async def test_it_is_told_at_once_again_and_again_and_at_the_end(tmp_path: Path)
     assert (last.state, last.version) == ("stopping", rank.told), "nothing comes after that"
 
 
-async def test_whatever_fails_the_next_beat_comes(tmp_path: Path) -> None:
+async def test_a_failed_beat_does_not_stop_the_next(tmp_path: Path) -> None:
     """Who falls silent is taken for dead."""
     folder, part = tmp_path / "registry", Part()
 
@@ -68,7 +68,9 @@ async def test_a_loop_that_hangs_falls_silent(
     await here.end()
 
 
-async def test_writing_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_writing_a_heartbeat_does_not_block_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk may take its time; the calls of a rank must not wait for it."""
     writers: list[threading.Thread] = []
     monkeypatch.setattr(presence, "publish", lambda *_: writers.append(threading.current_thread()))

@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_each_file_has_its_place(run: RunDir, tmp_path: Path) -> None:
+def test_each_file_of_a_run_has_its_place(run: RunDir, tmp_path: Path) -> None:
     assert run.path == tmp_path / "me" / "exp" / "trial"
     for folder in (run.weights, run.checkpoints, run.manifests, run.logs):
         assert folder.is_dir()
@@ -33,7 +33,7 @@ def test_each_file_has_its_place(run: RunDir, tmp_path: Path) -> None:
     run.create()  # again: nothing happens
 
 
-def test_all_of_it_is_its_owners(run: RunDir) -> None:
+def test_a_run_folder_is_readable_by_its_owner_alone(run: RunDir) -> None:
     run.signing_secrets()
     with run.lock():
         run.next_epoch(0)
@@ -44,7 +44,7 @@ def test_all_of_it_is_its_owners(run: RunDir) -> None:
     assert run.logs.stat().st_mode & 0o777 == 0o750, "an owner who shares it knows why"
 
 
-def test_several_processes_may_create_it_at_once(
+def test_several_processes_may_create_a_run_folder_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are started by hand for a new trial create its folder at the same time."""
@@ -62,7 +62,7 @@ def test_several_processes_may_create_it_at_once(
 
 
 @pytest.mark.service
-def test_one_service_at_a_time(run: RunDir) -> None:
+def test_a_second_service_cannot_lock_the_same_run(run: RunDir) -> None:
     with run.lock():
         code = (
             "import sys; from pathlib import Path; from any_agent.rundir import RunDir\n"
@@ -89,7 +89,7 @@ def test_the_secret_is_made_once_for_its_owner_only(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "00" * 31, "zz" * 32, "\x00" * 64])
-def test_half_a_secret_is_no_secret(run: RunDir, content: str) -> None:
+def test_a_half_written_secret_is_not_taken(run: RunDir, content: str) -> None:
     """A key signed with it could be forged."""
     run.secret.write_text(content)
     run.secret.chmod(0o600)

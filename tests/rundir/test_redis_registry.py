@@ -126,7 +126,7 @@ def test_garbage_in_the_hash_is_no_entry(
     assert [found.name for found in reader.entries()] == ["rank-0"]
 
 
-async def test_a_heartbeat_writes_to_both(
+async def test_a_heartbeat_writes_to_the_folder_and_to_redis(
     tmp_path: Path, stores: Callable[[], RedisEntries]
 ) -> None:
     heartbeat = Heartbeat(tmp_path, lambda: entry(6), stores())
@@ -141,7 +141,7 @@ async def test_a_heartbeat_writes_to_both(
     assert found.state == "stopping"
 
 
-def test_a_wrong_password_is_said_without_it(
+def test_a_wrong_password_is_reported_without_showing_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, server: RedisServer
 ) -> None:
     url = f"redis://:secret-word@127.0.0.1:{server.port}/0"
@@ -153,7 +153,7 @@ def test_a_wrong_password_is_said_without_it(
     assert "secret-word" not in caplog.text
 
 
-def test_only_a_journal_in_redis_needs_it(tmp_path: Path) -> None:
+def test_only_a_journal_in_redis_makes_a_registry_in_redis(tmp_path: Path) -> None:
     plain = load_config(None, [f"root={tmp_path}"], environ={})
     assert store_beside(plain) is None
     logged = load_config(None, [f"root={tmp_path}", "server.journal=redis://h:1/0"], environ={})

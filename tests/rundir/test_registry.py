@@ -34,7 +34,7 @@ def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"name": "rank-0"', "{}", '{"name": "rank-1"}', "\x00"])
-def test_the_last_good_copy_is_kept(tmp_path: Path, text: str) -> None:
+def test_a_damaged_entry_leaves_the_last_good_copy(tmp_path: Path, text: str) -> None:
     reader = Registry(tmp_path)
     publish(tmp_path, entry())
     reader.refresh()
@@ -54,7 +54,9 @@ def test_an_entry_in_anothers_file_is_not_believed(tmp_path: Path) -> None:
     assert reader.get("rank-0") is None
 
 
-def test_a_silent_part_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_falls_silent_is_no_longer_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr(registry.time, "monotonic", lambda: now)
     reader = Registry(tmp_path)

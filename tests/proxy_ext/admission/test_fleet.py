@@ -41,7 +41,7 @@ MISDIRECTED, DRAINING = (421, "misdirected"), (503, "draining")
 
 
 @pytest.mark.parametrize("name", ["group_id", "task_id"])
-async def test_a_member_only_open_begins_nothing(proxy: Proxy, name: str) -> None:
+async def test_a_member_only_open_begins_no_group(proxy: Proxy, name: str) -> None:
     assert refusal(await ask(proxy, "1 member", **{name: "g"})) == MISDIRECTED
     first = await ask(proxy, "1", **{name: "g"})
     second = await ask(proxy, "1 member", **{name: "g"})
@@ -53,7 +53,7 @@ async def test_a_member_only_open_begins_nothing(proxy: Proxy, name: str) -> Non
         assert refusal(await ask(proxy, "1 member", **fields)) == MISDIRECTED
 
 
-async def test_a_group_that_has_ended_is_known(restart: Restart) -> None:
+async def test_after_a_restart_no_member_joins_a_group_that_has_ended(restart: Restart) -> None:
     proxy = await restart()
     for _ in range(2):
         await proxy.finished_session(group_id="g")
@@ -107,7 +107,7 @@ async def test_opens_that_wait_for_a_slot_are_sent_away(proxy: Proxy) -> None:
     assert refusal(await ask(proxy, "2 member", group_id="g")) == MISDIRECTED, "it never began"
 
 
-async def test_a_granted_slot_is_kept(proxy: Proxy) -> None:
+async def test_a_granted_slot_can_still_be_used_on_a_retiring_rank(proxy: Proxy) -> None:
     assert (await proxy.post("/grant_capacity", {})).status_code == 200
     await retire(proxy)
     assert proxy.service.unfinished == 1

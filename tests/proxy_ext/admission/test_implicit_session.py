@@ -38,7 +38,7 @@ async def proxy(start: Start) -> Proxy:
     return await start(*settings(), admit=100)
 
 
-async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
+async def test_a_conversation_without_a_session_opens_one_and_stays_in_it(proxy: Proxy) -> None:
     async with client(proxy) as agent:
         messages: list[Any] = list(ONE)
         for _ in range(3):
@@ -58,7 +58,7 @@ async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
     assert proxy.service.implicit.calls == {"opened": 1, "continued": 2}
 
 
-async def test_each_of_two_agents_at_once_has_its_own(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_two_agents_at_once_have_a_session_each(proxy: Proxy, engine: ScriptedEngine) -> None:
     """Two that begin alike are two attempts; each goes on with the answer that it got."""
     will_say(engine, proxy, "one", "two")
     (first, a), (second, b) = await asyncio.gather(says(proxy, ONE), says(proxy, ONE))
@@ -74,7 +74,7 @@ async def test_each_of_two_agents_at_once_has_its_own(proxy: Proxy, engine: Scri
     assert rows[0].task_id == rows[1].task_id and str(rows[0].task_id).startswith("auto-")
 
 
-async def test_those_that_said_the_same_are_gone_on_with_in_turn(
+async def test_sessions_that_said_the_same_are_continued_in_turn(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     will_say(engine, proxy, *["same"] * 3)
@@ -102,7 +102,7 @@ async def test_a_fork_stays_in_its_session_and_another_question_has_one_of_its_o
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_what_ended_is_not_gone_on_with_in_another(
+async def test_a_conversation_that_ended_is_not_continued_in_another_session(
     start: Start, proxy: Proxy, engine: ScriptedEngine, restarted: bool
 ) -> None:
     """Nor in one that has said the beginning of it."""
@@ -126,7 +126,7 @@ async def test_a_call_renews_the_idle_time(proxy: Proxy) -> None:
     assert session(proxy, id).idle_expires - asyncio.get_running_loop().time() > 250
 
 
-async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
+async def test_an_implicit_session_goes_to_the_grader_at_its_ttl(proxy: Proxy) -> None:
     """Nobody else could end it."""
     _, id = await says(proxy, ONE)
     proxy.end_ttl({"session_id": id})
@@ -136,7 +136,7 @@ async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("end", ["idle", "ttl"])
-async def test_one_without_an_answer_expires(
+async def test_an_implicit_session_without_an_answer_expires(
     proxy: Proxy, engine: ScriptedEngine, end: str
 ) -> None:
     engine.fail("status", status=400)
@@ -149,7 +149,7 @@ async def test_one_without_an_answer_expires(
     assert "no call was answered" in ended["reason"]
 
 
-async def test_a_first_call_that_failed_and_comes_again(
+async def test_a_failed_first_call_that_comes_again_reuses_its_session(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     engine.fail("status", status=400)
@@ -207,7 +207,7 @@ async def test_responses_go_on_by_the_whole_conversation_or_the_earlier_answers_
         assert len(items.data) == 1
 
 
-async def test_what_has_no_conversation_opens_no_session(proxy: Proxy) -> None:
+async def test_a_request_without_a_conversation_opens_no_session(proxy: Proxy) -> None:
     body = {"model": "m", "input": "hi", "previous_response_id": "resp_0000" + "0" * 28}
     response = await proxy.post("/v1/responses", body, KEY)
     refusal(response, 404, "previous_response_not_found", "")
@@ -219,7 +219,7 @@ async def test_what_has_no_conversation_opens_no_session(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_conversation_over_all_apis(proxy: Proxy, stream: bool) -> None:
+async def test_one_conversation_over_all_apis_stays_one_session(proxy: Proxy, stream: bool) -> None:
     messages: list[Any] = list(ONE)
     if stream:
         events, _ = await proxy.stream(KEY, messages)
@@ -275,7 +275,7 @@ async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngin
     refusal(response, 404, "response_not_found", "")
 
 
-async def test_who_may_open_how_many(start: Start) -> None:
+async def test_only_known_keys_open_implicit_sessions_and_within_their_quota(start: Start) -> None:
     refusal(await (await start()).call(KEY, ONE), 401, "no_session", "")  # it is opt-in
     proxy = await start(*settings(ADMIN), admit=100)
     refusal(await proxy.call(None, ONE), 401, "no_session", "")
@@ -292,7 +292,7 @@ async def test_who_may_open_how_many(start: Start) -> None:
     turned_away(await proxy.call(KEY, OTHER), 429, "too_many_sessions")
 
 
-async def test_without_a_slot_it_waits_and_holds_no_place(start: Start) -> None:
+async def test_a_first_call_without_a_slot_waits_and_holds_no_place(start: Start) -> None:
     proxy = await start(*settings("sessions.implicit_wait=0.01"))
     turned_away(await proxy.call(KEY, ONE), 429, "no_capacity")
     assert not proxy.service.sessions.live and proxy.service.calls.concurrency.in_use == 0
@@ -312,7 +312,7 @@ async def test_without_a_slot_it_waits_and_holds_no_place(start: Start) -> None:
     assert len(proxy.service.sessions.live) == 2, "it, and the one of the process before"
 
 
-async def test_what_cannot_be_sampled_opens_nothing(start: Start) -> None:
+async def test_a_call_that_cannot_be_sampled_opens_no_session(start: Start) -> None:
     proxy = await start(*settings(), admit=5)
     long = [{"role": "user", "content": "word " * 5000}]
     refusal(await proxy.call(KEY, long), 400, "context_length_exceeded", "")
@@ -349,7 +349,7 @@ async def test_long_text_of_a_short_body_is_hashed_off_the_loop(
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(
+async def test_without_training_implicit_sessions_are_graded_as_eval_sessions(
     start: Start, engine: ScriptedEngine
 ) -> None:
     """Sampling is as the agent asks: none of a run's is forced on it."""
@@ -366,7 +366,7 @@ async def test_without_training_they_are_recorded_and_graded_as_eval_sessions(
 
 
 @pytest.mark.parametrize("named", [False, True])
-async def test_one_that_is_open_as_training_ends_stays_a_train_session(
+async def test_an_implicit_session_open_as_training_ends_stays_a_train_session(
     start: Start, engine: ScriptedEngine, named: bool
 ) -> None:
     """Its further calls are sampled as its first ones were, however they are found."""
@@ -406,7 +406,7 @@ async def test_a_reward_that_its_tenant_gives_counts_if_it_may(start: Start, rew
     assert now("any_agent_implicit_sessions_open") == 0
 
 
-async def test_it_goes_on_after_a_restart(start: Start) -> None:
+async def test_an_implicit_session_goes_on_after_a_restart(start: Start) -> None:
     proxy = await start(*settings(), admit=10)
     answer, id = await says(proxy, ONE)
     _, other = await says(proxy, OTHER)

@@ -37,7 +37,7 @@ def echo() -> Iterator[Api]:
     permissions.FIXED_PATHS.update(before[2])
 
 
-async def test_it_is_recorded_continued_streamed_and_exported(
+async def test_each_registered_api_is_recorded_continued_streamed_and_exported(
     echo: Api, start: Start, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     proxy = await start()
@@ -79,7 +79,7 @@ async def test_a_wrong_body_is_refused_by_name(echo: Api, proxy: Proxy) -> None:
     assert (await proxy.http.get("/v1/echo")).status_code == 405
 
 
-async def test_its_conversations_are_told_apart(echo: Api, start: Start) -> None:
+async def test_conversations_of_each_api_are_told_apart(echo: Api, start: Start) -> None:
     proxy = await start(*settings())
     await proxy.admit(9)
     sessions = []
@@ -98,7 +98,7 @@ async def test_a_call_of_an_implicit_session_is_sampled_as_the_run_is(start: Sta
     assert interaction.gconfig.temperature == 0.7
 
 
-def test_every_part_reads_the_registry(echo: Api) -> None:
+def test_every_part_learns_of_an_added_api_from_the_registry(echo: Api) -> None:
     assert api_at("/v1/echo") is api_at("/echo") is echo
     assert echo.path in model_calls() and "echo" in known_routes()
     described = our_app().openapi()
@@ -108,7 +108,7 @@ def test_every_part_reads_the_registry(echo: Api) -> None:
     assert schema["required"] == ["text"] and {"text", "stream"} <= schema["properties"].keys()
 
 
-async def test_a_direct_client_answers_it(
+async def test_a_direct_client_answers_an_added_api(
     echo: Api, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     engine.say([*chat.encode("four", special=False), chat.stop_token_ids[0]])

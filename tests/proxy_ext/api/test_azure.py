@@ -51,7 +51,7 @@ async def test_azures_client_needs_no_change(start: Start) -> None:
     assert len(await proxy.recorded(session["session_id"])) == len(forms)
 
 
-async def test_its_other_calls_and_its_streams_are_served(proxy: Proxy) -> None:
+async def test_other_calls_and_streams_of_azures_client_are_served(proxy: Proxy) -> None:
     session = await proxy.open()
     async with azure(session, azure_endpoint=proxy.url) as client:
         chunks = await client.chat.completions.create(
@@ -101,7 +101,7 @@ async def test_api_key_is_a_key_like_the_others(start: Start) -> None:
         assert len(listed.json()) == 2
 
 
-async def test_what_azure_has_not_by_deployment_stays_unknown(proxy: Proxy) -> None:
+async def test_routes_that_azure_has_not_by_deployment_are_unknown(proxy: Proxy) -> None:
     key = (await proxy.open())["api_key"]
     for path in ("/openai/deployments/m/images/generations", "/openai/rl/v1/lease", "/openai/v1"):
         assert (await proxy.post(path, BODY, key)).status_code == 404
@@ -109,7 +109,7 @@ async def test_what_azure_has_not_by_deployment_stays_unknown(proxy: Proxy) -> N
     assert answer.status_code == 405
 
 
-def test_paths_of_azure_mean_ours() -> None:
+def test_paths_of_azure_lead_to_our_routes() -> None:
     for path, plain, model in (
         ("/openai/deployments/a/b/chat/completions", "/v1/chat/completions", "a/b"),
         ("/v1/deployments/a/completions", "/v1/completions", "a"),

@@ -18,7 +18,9 @@ def say(engine: ScriptedEngine, chat: ChatFormat, text: str) -> list[int]:
     return ids
 
 
-async def test_a_whole_answer(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_a_whole_chat_answer_has_its_text_usage_and_reason(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
     session = await proxy.open()
     ids = say(engine, chat, "4 and 2")
     response = await proxy.call(session["api_key"], max_tokens=20)
@@ -61,7 +63,7 @@ async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start) -> N
         assert asked == [{"max_tokens": 30}, {}]
 
 
-async def test_ways_to_name_the_session(proxy: Proxy) -> None:
+async def test_every_way_to_name_the_session_reaches_it(proxy: Proxy) -> None:
     session = await proxy.open()
     key, id = session["api_key"], session["session_id"]
     dummy = {"authorization": "Bearer DUMMY"}

@@ -103,7 +103,7 @@ async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
     assert ended == {0, 1}
 
 
-async def test_rewards_name_the_choice(proxy: Proxy) -> None:
+async def test_a_reward_must_name_its_choice_and_goes_to_it(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     answer = await proxy.complete(key, n=2)
@@ -128,7 +128,7 @@ async def test_rewards_name_the_choice(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_one_that_fails_fails_the_call(
+async def test_a_failing_choice_fails_the_whole_call(
     proxy: Proxy, engine: ScriptedEngine, stream: bool
 ) -> None:
     session = await proxy.open()

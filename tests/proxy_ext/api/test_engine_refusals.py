@@ -23,7 +23,9 @@ async def test_a_grammar_that_the_engine_refuses_is_named_as_the_agent_named_it(
         assert error["param"] == name and "{" not in error["message"]
 
 
-async def test_other_refusals_keep_their_words(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_other_refusals_of_the_engine_keep_their_words(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     engine.fail("status", status=400)
     session = await proxy.open()
     body = {"messages": HELLO, "guided_regex": "a"}

@@ -106,7 +106,7 @@ async def test_a_service_whose_agents_rewrite_their_past_says_so(
     assert told.startswith("3 of the last 4 sessions") and "6 history_rewritten" in told
 
 
-async def test_without_parallel_calls_the_first_one_is_the_last(
+async def test_without_parallel_calls_an_answer_ends_after_its_first_tool_call(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     session = await proxy.open()

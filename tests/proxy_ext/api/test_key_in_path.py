@@ -26,7 +26,7 @@ DUMMIES: list[dict[str, str]] = [
 ]
 
 
-async def test_whatever_is_no_sessions_key_means_nothing(proxy: Proxy) -> None:
+async def test_a_path_prefix_that_is_no_session_key_means_nothing(proxy: Proxy) -> None:
     for dummy, named in itertools.product(DUMMIES, ("session_id", "api_key")):
         session = await proxy.open()
         for path, body in PATHS:

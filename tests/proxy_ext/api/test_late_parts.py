@@ -113,7 +113,7 @@ class Stream:
 
 
 @SPOKEN
-async def test_a_replay_of_this_process_and_of_the_next_one(
+async def test_a_stream_is_replayed_the_same_by_this_process_and_the_next(
     restart: Restart, engine: ScriptedEngine, chat: ChatFormat, said: str, api: Api
 ) -> None:
     proxy = await restart()

@@ -69,7 +69,7 @@ async def test_thinking_comes_back_as_reasoning(
         assert engine.requests[2]["input_ids"][-4:] == off.render(list(HELLO), None)[-4:]
 
 
-async def test_every_path_and_key(proxy: Proxy) -> None:
+async def test_messages_are_served_at_every_path_and_with_every_kind_of_key(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     for path in ("/v1/messages", "/messages", "/v1/messages?beta=true"):

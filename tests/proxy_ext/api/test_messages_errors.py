@@ -46,7 +46,7 @@ async def test_bad_requests_are_refused_by_calls_and_counts_alike(proxy: Proxy) 
     assert await proxy.recorded(session["session_id"]) == []
 
 
-async def test_in_front_of_the_routes(start: Start) -> None:
+async def test_refusals_before_the_routes_have_the_shape_of_anthropic(start: Start) -> None:
     proxy = await start("server.admin_key=sk-admin-0123456789", "server.max_body_bytes=100000")
     await proxy.admit(5)
     session = await proxy.open()
@@ -78,7 +78,7 @@ async def test_in_front_of_the_routes(start: Start) -> None:
         refused(await http.post(PATH, headers=many), 413, "request_too_large", "payload_too_large")
 
 
-async def test_a_session_that_is_not_there_or_over(proxy: Proxy) -> None:
+async def test_an_unknown_or_closed_session_is_refused_in_anthropics_shape(proxy: Proxy) -> None:
     body = {"max_tokens": 5, "messages": HELLO}
     headers = {"x-any-agent-session": "ses-0-0123456789abcdef"}
     for path in (PATH, "/v1/messages/count_tokens"):
@@ -97,7 +97,9 @@ async def test_a_session_that_is_not_there_or_over(proxy: Proxy) -> None:
     assert error.api_message and error.request_id
 
 
-async def test_without_a_place(start: Start, engine: ScriptedEngine) -> None:
+async def test_a_call_above_the_limit_is_refused_in_anthropics_shape(
+    start: Start, engine: ScriptedEngine
+) -> None:
     proxy = await start("server.max_inflight_calls=1")
     await proxy.admit(5)
     first, second = [await proxy.open() for _ in range(2)]
@@ -120,7 +122,7 @@ async def test_without_a_place(start: Start, engine: ScriptedEngine) -> None:
         ("garbage", 503, "overloaded_error", "engine_unavailable"),
     ],
 )
-async def test_an_engine_that_fails(
+async def test_a_failure_of_the_engine_is_told_in_anthropics_shape(
     proxy: Proxy, engine: ScriptedEngine, kind: FaultKind, status: int, type: str, code: str
 ) -> None:
     key = (await proxy.open())["api_key"]
@@ -134,7 +136,7 @@ async def test_an_engine_that_fails(
     assert (raised.value.type, raised.value.error_code) == (type, code)
 
 
-async def test_one_call_at_most_where_that_cannot_be_said(
+async def test_disabling_parallel_tools_is_refused_where_the_template_cannot(
     proxy: Proxy, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await proxy.open()
@@ -146,7 +148,7 @@ async def test_one_call_at_most_where_that_cannot_be_said(
     assert response.json()["error"]["details"]["param"] == "tool_choice"
 
 
-async def test_a_fault_of_ours_has_the_shape_too(
+async def test_an_internal_failure_is_told_in_anthropics_shape(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = await proxy.open()
@@ -180,7 +182,7 @@ async def test_a_retry_is_the_call_that_it_repeats(
     assert len(engine.requests) == 1
 
 
-async def test_the_whole_of_a_call_in_no_session(start: Start) -> None:
+async def test_without_training_a_call_needs_no_session(start: Start) -> None:
     """Where nothing is trained, nobody needs a session."""
     proxy = await start(training=False)
     answer = await create(proxy, "anything", max_tokens=4)

@@ -73,7 +73,7 @@ def test_a_route_says_what_it_takes_and_answers(route: tuple[str, str]) -> None:
             assert kind != "application/json" or content["schema"], kind
 
 
-def test_the_examples_are_good() -> None:
+def test_the_examples_of_the_description_fit_their_schemas() -> None:
     schemas = SCHEMA["components"]["schemas"]
     shown = {name for name, schema in schemas.items() if "examples" in schema}
     assert {"StartSession", "SetReward", "Finalize", "ArealStart", "Error"} <= shown
@@ -84,13 +84,15 @@ def test_the_examples_are_good() -> None:
 
 
 @pytest.mark.parametrize("settings", [(), ("server.admin_key=operator-secret",)])
-async def test_it_is_served_to_everybody(start: Start, settings: tuple[str, ...]) -> None:
+async def test_the_openapi_description_is_served_without_a_key(
+    start: Start, settings: tuple[str, ...]
+) -> None:
     proxy = await start(*settings)
     proxy.http.headers.pop("authorization", None)
     assert (await proxy.http.get("/openapi.json")).json() == SCHEMA
 
 
-async def test_another_method_is_told_which_there_are(proxy: Proxy) -> None:
+async def test_a_wrong_method_is_refused_with_the_allowed_ones(proxy: Proxy) -> None:
     response = await proxy.http.put("/rl/v1/finalize")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"

@@ -33,7 +33,9 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_in_eval_sessions(proxy: Proxy, engine: ScriptedEngine, path: str) -> None:
+async def test_eval_sessions_are_sampled_as_the_agent_asks(
+    proxy: Proxy, engine: ScriptedEngine, path: str
+) -> None:
     session = await proxy.open(mode="eval")
     for asked, told in ASKED:
         response = await proxy.post(path, BODIES[path] | asked, session["api_key"])
@@ -47,7 +49,7 @@ async def test_in_eval_sessions(proxy: Proxy, engine: ScriptedEngine, path: str)
     ("settings", "train", "evaluation"),
     [([], 0.7, 0.7), (["eval.temperature=0.25"], 0.7, 0.25), (["eval.temperature=0"], 0.7, 0.0)],
 )
-async def test_the_temperature_of_agents_that_ask_for_none(
+async def test_agents_that_ask_for_no_temperature_get_the_configured_one(
     start: Start, engine: ScriptedEngine, settings: list[str], train: float, evaluation: float
 ) -> None:
     proxy = await start("sampling.temperature=0.7", *settings)
@@ -60,7 +62,7 @@ async def test_the_temperature_of_agents_that_ask_for_none(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_in_train_sessions_what_is_overridden_is_told(
+async def test_train_sessions_are_told_which_parameters_were_overridden(
     proxy: Proxy, engine: ScriptedEngine, path: str
 ) -> None:
     session = await proxy.open()

@@ -63,7 +63,7 @@ async def test_bad_calls_reach_no_engine_and_are_not_recorded(
     assert len(await proxy.recorded(session["session_id"])) == len(engine.requests) == 1
 
 
-async def test_bodies_that_are_no_json(proxy: Proxy) -> None:
+async def test_bodies_that_are_no_json_are_refused(proxy: Proxy) -> None:
     session = await proxy.open()
     bodies = [b"", b"{", b"\xff\xfe", b"[]", b"5", b"[" * 100_000, b'{"messages": NaN}']
     for path in (CHAT, "/rl/v1/set_reward", "/rl/v1/start_session"):
@@ -106,7 +106,7 @@ async def test_deep_or_huge_values_cannot_poison_the_record(proxy: Proxy) -> Non
     assert [i.id for i in trajectory.interactions] == [i.id for i in recorded]
 
 
-async def test_metadata_that_could_not_be_stored(proxy: Proxy) -> None:
+async def test_metadata_that_could_not_be_stored_is_refused(proxy: Proxy) -> None:
     deep: Any = {}
     for _ in range(100):
         deep = {"a": deep}
@@ -228,7 +228,9 @@ async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine
         assert interaction.reward is None
 
 
-async def test_no_session_and_wrong_keys(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_calls_without_a_session_or_with_a_wrong_key_are_refused(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     session = await proxy.open()
     key = session["api_key"]
     prefix, rank, lane, mac = key.rsplit(".", 3)
@@ -255,7 +257,7 @@ async def test_no_session_and_wrong_keys(proxy: Proxy, engine: ScriptedEngine) -
     assert engine.requests == []
 
 
-async def test_two_sessions_in_one_request(proxy: Proxy) -> None:
+async def test_a_request_that_names_two_sessions_is_refused(proxy: Proxy) -> None:
     one, two = await proxy.open(), await proxy.open()
     key = one["api_key"]
     calls = [
@@ -282,7 +284,7 @@ async def test_two_sessions_in_one_request(proxy: Proxy) -> None:
     assert response.status_code == 200
 
 
-async def test_bodies_over_the_limit(start: Start) -> None:
+async def test_bodies_over_the_limit_are_refused(start: Start) -> None:
     proxy = await start("server.max_body_bytes=4096")
     await proxy.admit(5)
     session = await proxy.open()

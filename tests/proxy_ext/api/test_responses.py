@@ -46,7 +46,7 @@ async def test_a_stream_comes_to_the_whole_answer_with_its_log_probabilities(
         assert told[0] == told[1], text
 
 
-async def test_every_path_and_key(proxy: Proxy) -> None:
+async def test_responses_are_served_at_every_path_and_with_every_kind_of_key(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     for path in ("/v1/responses", "/responses"):

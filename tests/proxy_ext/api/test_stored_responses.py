@@ -93,7 +93,7 @@ async def test_a_call_of_a_groups_function_has_its_namespace_wherever_it_is_told
     assert {(call["name"], call.get("namespace")) for call in calls} == set(names)
 
 
-async def test_what_it_was_an_answer_to(
+async def test_a_stored_response_lists_the_items_that_it_answered(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     session = await proxy.open()
@@ -140,7 +140,7 @@ async def test_a_page_has_few_items(proxy: Proxy) -> None:
     assert len(page.json()["data"]) == 100
 
 
-async def test_a_deleted_answer(restart: Restart) -> None:
+async def test_a_deleted_response_stays_gone_after_a_restart(restart: Restart) -> None:
     proxy = await restart()
     session = await proxy.open()
     key = session["api_key"]
@@ -191,7 +191,7 @@ async def test_another_sessions_answers_are_not_there(proxy: Proxy) -> None:
         refused(response, 404, "response_not_found", "response_id")
 
 
-async def test_without_texts_nothing_is_named(start: Start) -> None:
+async def test_without_kept_texts_an_earlier_response_is_refused(start: Start) -> None:
     proxy = await start("sessions.store_content=false")
     await proxy.admit(5)
     key = (await proxy.open())["api_key"]

@@ -56,7 +56,7 @@ async def content(rank: Rank, id: str) -> str:
     return row.content
 
 
-async def test_what_ended_is_moved_whole(rank: Rank) -> None:
+async def test_an_ended_session_is_moved_whole_to_the_archive(rank: Rank) -> None:
     await rank.add("a")
     await rank.add("b", SessionState.EVALUATED)
     assert await rank.archive.sweep() == 2
@@ -75,7 +75,7 @@ async def test_what_ended_is_moved_whole(rank: Rank) -> None:
     assert row is not None and (row.state, row.final_reward) == (SessionState.ABORTED, 2.0)
 
 
-async def test_what_a_resume_needs_stays_and_what_ended_lately(rank: Rank) -> None:
+async def test_sessions_needed_by_a_resume_or_ended_lately_are_not_archived(rank: Rank) -> None:
     await rank.add("old", SessionState.TRAINED, step=4)
     await rank.add("new", SessionState.TRAINED, step=5)
     await rank.add("stale", SessionState.REJECTED, step=5)
@@ -100,7 +100,9 @@ async def test_what_a_resume_needs_stays_and_what_ended_lately(rank: Rank) -> No
         await leases.replay(["old"], "again")
 
 
-async def test_batches_are_bounded(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sweep_archives_in_bounded_batches(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for k in range(7):
         await rank.add(f"s{k}")
     monkeypatch.setattr(sweep, "BATCH", 3)
@@ -144,7 +146,7 @@ async def test_a_replay_waits_for_the_sweep_and_is_refused(
     assert await content(rank, "a") == "archived"
 
 
-async def test_one_that_is_trained_on_again_is_left_alone(
+async def test_a_session_that_is_trained_on_again_is_not_archived(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank.oldest_step = 4
@@ -168,7 +170,9 @@ def no_room(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-async def test_a_failed_write_is_made_up_for(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_write_of_an_archive_is_made_up_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for id in ("a", "b"):
         await rank.add(id)
     with unwritable(rank.journal, ArchiveContent), pytest.raises(StoreUnavailable):
@@ -195,7 +199,7 @@ async def test_a_failed_write_is_made_up_for(rank: Rank, monkeypatch: pytest.Mon
     assert archived(rank) == [*"abcd"]
 
 
-async def test_one_that_cannot_be_written_holds_up_no_other(
+async def test_a_session_that_cannot_be_archived_holds_up_no_other(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for id in ("a", "b", "c"):
@@ -214,7 +218,7 @@ async def test_one_that_cannot_be_written_holds_up_no_other(
     assert await rank.archive.sweep() == 0
 
 
-async def test_looks_are_rare_and_come_again_soon_after_a_failure(
+async def test_sweeps_are_rare_and_come_again_soon_after_a_failure(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each may make a file: a day's content is not to be in thousands."""
@@ -278,7 +282,9 @@ async def test_a_deletion_beside_a_sweep_counts_both(
 
 @pytest.mark.parametrize("where", BOUNDARIES)
 @pytest.mark.service
-async def test_killed_at_each_boundary(tmp_path: Path, where: str) -> None:
+async def test_an_archiver_killed_at_any_boundary_loses_no_session(
+    tmp_path: Path, where: str
+) -> None:
     rank = await Rank(tmp_path, oldest_step=99).start()
     for k in range(5):
         await rank.add(f"s{k}", SessionState.TRAINED, step=k)
@@ -347,7 +353,9 @@ async def contents(full: Rank) -> list[str]:
     return [await content(full, id) for id in (*"abcdef", "needed")]
 
 
-async def test_the_oldest_archives_go(full: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_above_the_limit_the_oldest_archives_are_removed(
+    full: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep(full, 2)
     await full.archive.remove_oldest()
     await full.archive.remove_oldest()

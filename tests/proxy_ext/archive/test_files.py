@@ -53,7 +53,7 @@ def archives_of(folder: Path) -> ArchiveFolder:
     return ArchiveFolder(lambda: list_archives(folder, 0), pytest.fail)
 
 
-def test_a_record_is_what_was_recorded() -> None:
+def test_an_archived_record_reads_back_as_it_was() -> None:
     random = np.random.default_rng(0)
     interaction = replace(
         make_interaction("i", "s"),
@@ -82,7 +82,7 @@ def test_a_record_is_what_was_recorded() -> None:
             assert mine == other, field.name
 
 
-def test_what_is_no_record_is_said_to_be_none() -> None:
+def test_a_line_that_is_no_record_is_refused() -> None:
     odd = '{"number":1,"session":{"id":"x"},"rewards":[]}'
     for text in ("{}", "[]", "3", "null", "{", odd, "[" * 99999):
         with pytest.raises(ValueError):
@@ -114,7 +114,7 @@ def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
     other.abandon()
 
 
-def test_damage_costs_one_line(tmp_path: Path) -> None:
+def test_damage_in_an_archive_costs_one_line(tmp_path: Path) -> None:
     texts = ["".join(Random(k).choices("abcdefghij", k=3000)) for k in range(5)]
     writer = ArchiveWriter(tmp_path, 0, {})
     for k, text in enumerate(texts):
@@ -139,7 +139,7 @@ def test_damage_costs_one_line(tmp_path: Path) -> None:
     assert list(read_lines(path, reports.append)) == [] and len(reports) == 1
 
 
-def test_one_pass_in_the_order_of_numbers(tmp_path: Path) -> None:
+def test_archives_are_read_in_the_order_of_session_numbers(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 9)
     write(tmp_path, 3, 5, 7)
     write(tmp_path, 4)
@@ -157,7 +157,7 @@ def test_one_pass_in_the_order_of_numbers(tmp_path: Path) -> None:
     assert list(archives_of(tmp_path / "none").all()) == []
 
 
-def test_a_number_that_two_journals_used(tmp_path: Path) -> None:
+def test_a_number_that_two_journals_used_finds_each_session(tmp_path: Path) -> None:
     """The first one was lost, and counting began anew."""
     write(tmp_path, 1, 2)
     writer = ArchiveWriter(tmp_path, 0, {})

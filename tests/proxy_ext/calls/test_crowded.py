@@ -71,7 +71,7 @@ async def test_calls_are_bounded_by_what_the_engine_samples_at_once(
         (600, ("rollout.max_concurrent=8",), 1024),
     ],
 )
-async def test_how_many_calls_are_taken(
+async def test_the_limit_of_calls_follows_the_engine_and_the_settings(
     start: Start, engine: ScriptedEngine, slots: int | None, settings: tuple[str, ...], limit: int
 ) -> None:
     engine.slots = slots
@@ -156,7 +156,7 @@ def owned(*owners: CallOwner, limit: int = 4) -> tuple[ConcurrencyLimit, list[fl
 ALICE, BOB = CallOwner("a", "alice"), CallOwner("b", "bob")
 
 
-def test_who_is_alone_gets_every_slot() -> None:
+def test_a_lone_session_gets_every_slot() -> None:
     slots, now = owned(ALICE, ALICE, ALICE, ALICE)
     assert slots.in_use == 4
     with fails_with(TooManyRequests, "this rank has 4"):
@@ -172,7 +172,7 @@ def test_who_is_alone_gets_every_slot() -> None:
     slots.acquire(ALICE)
 
 
-def test_sessions_of_one_tenant_share() -> None:
+def test_sessions_of_one_tenant_share_its_slots() -> None:
     sessions = [CallOwner(f"s{k}", "alice") for k in range(4)]
     slots, _ = owned(BOB, *sessions[:2])
     with fails_with(TooManyRequests, "this tenant has 2"):
@@ -185,7 +185,7 @@ def test_sessions_of_one_tenant_share() -> None:
     slots.acquire(CallOwner("s8"))
 
 
-def test_a_call_of_many_choices_is_taken_alone() -> None:
+def test_each_choice_of_a_call_counts_as_a_slot_of_its_session() -> None:
     slots, _ = owned(BOB)
     slots.free(1, BOB)
     slot = slots.acquire(ALICE)
@@ -216,7 +216,7 @@ async def test_sessions_that_are_open_are_bounded(start: Start) -> None:
 # -- the store, the process, what stands in front --------------------------------------------------
 
 
-async def test_a_proxy_that_stops(proxy: Proxy) -> None:
+async def test_a_draining_proxy_turns_calls_and_opens_away(proxy: Proxy) -> None:
     key = (await proxy.open(mode="eval"))["api_key"]
     await proxy.service.drain()
     turned_away(await proxy.call(key), 503, "draining")

@@ -78,7 +78,7 @@ async def test_a_dead_engine_fails_the_call_and_readiness_alone(start: Start, st
 
 
 @BOTH
-async def test_an_engine_that_is_killed_and_restarted(
+async def test_a_call_survives_an_engine_that_is_killed_and_restarted(
     proxy: Proxy, engine: ScriptedEngine, stream: bool
 ) -> None:
     """The agent notices nothing; its tokens say who sampled them."""
@@ -134,7 +134,7 @@ async def test_an_engine_that_fails_amid_a_call_leaves_nothing_of_it(
     assert len(await proxy.recorded(session["session_id"])) == 1
 
 
-async def test_ids_that_the_model_does_not_have(
+async def test_an_answer_with_token_ids_unknown_to_the_model_is_an_error(
     start: Start, engine: ScriptedEngine, tiny_model_dir: Path
 ) -> None:
     """No forward pass over them could be made, by any trainer."""
@@ -247,7 +247,7 @@ async def test_an_answer_is_durable_before_it_ends(
         (StoreFull("no space left"), 507, "store_full"),
     ],
 )
-async def test_a_store_that_takes_nothing_fails_whatever_writes_and_nothing_is_remembered(
+async def test_a_failing_store_fails_every_write_and_nothing_is_remembered(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
 ) -> None:
     session = await proxy.open()

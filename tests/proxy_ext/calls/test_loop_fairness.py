@@ -7,7 +7,7 @@ import asyncio
 from proxy_ext.calls.call_manager import LoopTurns
 
 
-async def test_one_goes_on_in_each_round_of_the_loop() -> None:
+async def test_one_waiting_task_goes_on_in_each_round_of_the_loop() -> None:
     loop, turns = asyncio.get_running_loop(), LoopTurns()
     number, rounds = 0, list[int]()
 
@@ -26,7 +26,7 @@ async def test_one_goes_on_in_each_round_of_the_loop() -> None:
     assert rounds == sorted(set(rounds))
 
 
-async def test_who_is_alone_does_not_wait() -> None:
+async def test_a_lone_task_does_not_wait_for_its_turn() -> None:
     turns = LoopTurns()
     for _ in range(3):
         try:
@@ -38,7 +38,7 @@ async def test_who_is_alone_does_not_wait() -> None:
             raise AssertionError("it waited")
 
 
-async def test_who_leaves_holds_nobody_up() -> None:
+async def test_a_cancelled_task_holds_no_other_up() -> None:
     turns = LoopTurns()
     done = list[int]()
 

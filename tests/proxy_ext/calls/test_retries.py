@@ -98,7 +98,7 @@ async def test_a_retry_that_waits_is_let_go_by_the_answer(
     assert (await first).json()["id"] != (await again).json()["id"]
 
 
-async def test_identical_bodies_without_a_mark_are_so_many_samples(
+async def test_identical_bodies_without_a_retry_mark_are_sampled_each(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     agent = await agent_of(proxy, engine)
@@ -125,7 +125,7 @@ async def test_a_call_is_taken_up_by_higher_counts_and_equal_bodies_alone(
     assert len(engine.requests) == 3
 
 
-async def test_the_oldest_is_taken_up_first_and_each_once(
+async def test_the_oldest_abandoned_call_is_taken_up_first_and_each_once(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     agent = await agent_of(proxy, engine)
@@ -182,7 +182,9 @@ async def test_a_stream_is_taken_up_from_its_beginning(
     assert await agent.end() == [None]
 
 
-async def test_a_client_without_marks_ends_its_call(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_client_without_retry_marks_ends_its_call_by_leaving(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     agent = await agent_of(proxy, engine)
     engine.hold(3)
     await agent.leave(None)

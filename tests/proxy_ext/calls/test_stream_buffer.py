@@ -26,7 +26,7 @@ def steps_of(length: int) -> list[list[MessageDelta]]:
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 300])
-def test_the_steps_of_a_part_are_one(length: int) -> None:
+def test_buffered_steps_of_one_part_are_merged(length: int) -> None:
     """However many there are: what is put together in between changes nothing."""
     so_far, parts = StreamBuffer(2), steps_of(length)
     assert not so_far.deltas()

@@ -52,7 +52,7 @@ async def test_an_answer_of_an_earlier_process_that_nobody_asks_for_is_not_train
 
 
 @pytest.mark.parametrize("how", ["continued", "rewarded"])
-async def test_an_answer_of_an_earlier_process_that_was_used_is(
+async def test_a_used_answer_of_an_earlier_process_is_trained_on(
     restart: Restart, engine: ScriptedEngine, how: str
 ) -> None:
     agent = await unheard(restart, engine)
@@ -68,7 +68,7 @@ async def test_an_answer_of_an_earlier_process_that_was_used_is(
 
 
 @pytest.mark.parametrize("how", ["at once", "later", "at the end", "with the next write"])
-async def test_what_was_delivered_stays_so(
+async def test_an_answer_that_was_delivered_stays_delivered(
     restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Its mark is written at once; if the store fails, with the next write, soon, or at the end."""
@@ -105,7 +105,7 @@ async def test_what_was_delivered_stays_so(
 # -- when something goes wrong meanwhile -----------------------------------------------------------
 
 
-async def test_a_store_that_fails_while_they_are_looked_for_hides_none(
+async def test_a_failing_search_of_the_store_hides_no_unheard_answer(
     restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = await unheard(restart, engine)
@@ -121,7 +121,7 @@ async def test_a_store_that_fails_while_they_are_looked_for_hides_none(
 
 
 @pytest.mark.parametrize("then", ["finalized", "asked for again"])
-async def test_a_store_that_fails_to_mark_one_hides_none(
+async def test_a_failing_mark_in_the_store_hides_no_unheard_answer(
     start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     proxy = await start("server.retry_grace=0.05")

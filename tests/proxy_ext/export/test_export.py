@@ -200,7 +200,9 @@ async def test_damage_in_the_journal_costs_the_sessions_that_it_hit(
     await rank.start()
 
 
-async def test_what_is_archived_outlives_its_row(rank: Rank, tmp_path: Path) -> None:
+async def test_an_archived_session_is_exported_although_its_row_is_damaged(
+    rank: Rank, tmp_path: Path
+) -> None:
     await fill(rank)
     await rank.stop()
     path = of_trial(tmp_path)
@@ -218,7 +220,7 @@ async def test_what_is_archived_outlives_its_row(rank: Rank, tmp_path: Path) -> 
     assert (done.code, done.ids) == (0, ["a", "c"])
 
 
-async def test_what_is_deleted_meanwhile_is_not_missed(
+async def test_a_session_deleted_during_an_export_is_not_reported_missing(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for id in ("a", "b"):
@@ -245,7 +247,7 @@ def change(path: Path, sql: str) -> None:
         connection.execute(sql)
 
 
-async def test_more_files_at_once_than_a_process_may_usually_open(
+async def test_an_export_reads_more_overlapping_archives_than_files_may_be_open(
     rank: Rank, tmp_path: Path
 ) -> None:
     """Each with a session that took very long."""
@@ -265,7 +267,9 @@ async def test_more_files_at_once_than_a_process_may_usually_open(
 
 
 @pytest.mark.service
-async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
+async def test_a_reader_of_the_pipe_that_leaves_causes_no_traceback(
+    rank: Rank, tmp_path: Path
+) -> None:
     for k in range(40):
         await rank.add(f"s{k}")
     command = f"{sys.executable} -m any_agent.cli export {' '.join(settings_of(tmp_path))}"
@@ -364,7 +368,7 @@ def write(name: object) -> None:
             out.write(line)
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_an_exported_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("before")
     path.chmod(0o600)
@@ -379,7 +383,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_what_a_link_leads_to_is_written(tmp_path: Path, there: bool) -> None:
+def test_an_export_to_a_link_writes_the_file_that_it_leads_to(tmp_path: Path, there: bool) -> None:
     target, link = tmp_path / "there" / "target", tmp_path / "link"
     target.parent.mkdir()
     if there:
@@ -410,7 +414,7 @@ def test_a_pipe_is_written_to_until_its_reader_leaves(tmp_path: Path, linked: bo
     assert stat.S_ISFIFO(pipe.stat().st_mode) and name.is_symlink() == linked
 
 
-def test_a_file_that_is_open_and_deleted(tmp_path: Path) -> None:
+def test_an_export_writes_to_an_open_file_that_was_deleted(tmp_path: Path) -> None:
     with open(tmp_path / "gone", "wb+") as file:
         (tmp_path / "gone").unlink()
         write(f"/dev/fd/{file.fileno()}")
@@ -418,7 +422,7 @@ def test_a_file_that_is_open_and_deleted(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_names_of_no_file(tmp_path: Path) -> None:
+def test_a_path_that_can_be_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     names = ("", "/new/", "/no/out", "/file/out", "/loop")
@@ -429,7 +433,7 @@ def test_names_of_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-async def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
+async def test_a_failed_write_of_an_export_is_named(rank: Rank, tmp_path: Path) -> None:
     """As on a full disk, but for the limit on a file's size."""
     for id in "abc":
         await rank.add(id, text=id * 50_000)

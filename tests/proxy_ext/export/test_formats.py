@@ -81,7 +81,7 @@ def ids(done: ExportedHere) -> list[str]:
     return done.ids
 
 
-async def test_the_best_of_each_group(rank: Rank, tmp_path: Path) -> None:
+async def test_sft_takes_the_best_sessions_of_each_group(rank: Rank, tmp_path: Path) -> None:
     rewards = {"a0": 0.5, "b0": 0.0, "a1": 1.0, "a2": 1.0, "b1": 0.25}
     for id, reward in rewards.items():
         await rank.add_turns(id, group_id=id[0], reward=reward)
@@ -97,7 +97,9 @@ async def test_the_best_of_each_group(rank: Rank, tmp_path: Path) -> None:
     assert ids(export_trial(tmp_path, "--format", "sft", *least)) == ["a0", "a1", "a2", "t0", "t1"]
 
 
-async def test_what_may_be_chosen(rank: Rank, tmp_path: Path) -> None:
+async def test_sft_leaves_out_eval_open_aborted_vetoed_and_unrewarded_sessions(
+    rank: Rank, tmp_path: Path
+) -> None:
     group: dict[str, Any] = {"group_id": "g"}
     await rank.add_turns("eval", reward=9, mode="eval", state=SessionState.EVALUATED, **group)
     await rank.add_turns("open", reward=9, state=SessionState.OPEN, **group)
@@ -148,7 +150,9 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-async def test_pairs_of_a_group(rank: Rank, tmp_path: Path) -> None:
+async def test_preferences_pair_the_best_of_a_group_with_the_worst(
+    rank: Rank, tmp_path: Path
+) -> None:
     await rank.add_turns("worst", ("q", "no"), reward=0, group_id="g", task_id="t")
     await rank.add_turns("best", ("q", "yes"), reward=1, group_id="g", task_id="t")
     await rank.add_turns("good", ("q", "maybe"), reward=0.5, group_id="g", task_id="t")
@@ -214,7 +218,9 @@ async def test_pairs_that_prefer_nothing_of_the_model(rank: Rank, tmp_path: Path
     assert "3 left out" in done.said and "1 left out: they had different tools" in done.said
 
 
-async def test_texts_that_were_not_kept(rank: Rank, tmp_path: Path) -> None:
+async def test_sessions_without_kept_texts_give_no_pairs_and_are_reported(
+    rank: Rank, tmp_path: Path
+) -> None:
     wordless = {"message_delta": [], "output_message": {"role": "assistant"}}
     for k in range(2):
         row = make_row(f"w{k}", state=SessionState.TRAINED, final_reward=float(k), group_id="g")

@@ -100,7 +100,7 @@ async def test_a_dry_run_says_what_would_go_and_removes_nothing(rank: Rank, prun
     assert exported(rank) == before
 
 
-async def test_what_is_settled_goes_and_the_rest_stays(rank: Rank, pruned: Prune) -> None:
+async def test_prune_removes_settled_sessions_and_keeps_the_rest(rank: Rank, pruned: Prune) -> None:
     size = rank.folder / "journal" / "rank-0.sqlite"
     before = size.stat().st_size
     said = await pruned(*OLD, "--apply", "--json")
@@ -121,7 +121,7 @@ async def test_what_is_settled_goes_and_the_rest_stays(rank: Rank, pruned: Prune
     assert sum(state["sessions"] for state in empty.json["states"].values()) == 0
 
 
-async def test_states_choose(rank: Rank, pruned: Prune) -> None:
+async def test_prune_removes_only_the_states_that_were_named(rank: Rank, pruned: Prune) -> None:
     before = exported(rank)
     said = await pruned(*OLD, "--state", "aborted", "--state", "expired", "--apply")
     assert said.code == 0, said.err
@@ -183,7 +183,9 @@ async def test_wrong_input_is_refused_and_changes_nothing(rank: Rank, pruned: Pr
     assert exported(rank) == before
 
 
-async def test_the_command_hands_over_to_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_prune_command_runs_the_module_with_its_arguments(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, arguments: ran.append(arguments))
     given = ["sessions", "prune", *OLD, *settings_of(rank.folder.parents[2])]

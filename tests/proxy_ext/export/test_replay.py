@@ -148,7 +148,9 @@ async def test_calls_are_compared_exactly_under_the_named_weights(
         assert mean > 0.01
 
 
-async def test_a_report_for_people(recorded: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_printed_report_shows_what_was_recorded_and_what_is_said_now(
+    recorded: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await replay(recorded, "--sampling", "recorded", "--max-tokens", "2") == 0
     out = capsys.readouterr().out
     for said in ("s-0-a (trained), 3 calls", "version 21", "T=0.7 under version 11"):
@@ -168,7 +170,7 @@ async def test_without_an_id_the_newest_session_with_calls_is_compared(
     assert "no call to compare" in said.err and said.out == ""
 
 
-async def test_what_cannot_be_compared(
+async def test_a_session_that_cannot_be_compared_is_refused_with_its_reason(
     recorded: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, session, says in (
@@ -203,14 +205,14 @@ def test_a_call_of_a_tool_that_was_searched_for_is_read_by_its_schema(name: str)
     assert json.loads(made_call["function"]["arguments"]) == {"text": "42"}
 
 
-def test_a_comparison_of_numbers() -> None:
+def test_the_distances_of_log_probabilities_are_reckoned_right() -> None:
     found = Comparison.of([-1.0, -2.0], [-1.5, -1.0])
     assert found == Comparison(-1.5, -1.25, 0.75, 1.0, 1, pytest.approx(2.718281828**0.25))
     assert Comparison.of([], []) is None
 
 
 @pytest.mark.service
-async def test_the_command(recorded: RunDir) -> None:
+async def test_the_replay_command_prints_json(recorded: RunDir) -> None:
     place = [f"root={recorded.path.parents[2]}", "user=me", "--experiment", "exp", "--trial", "one"]
     command = [sys.executable, "-m", "any_agent.cli", "replay", "s-0-a", *place, "--json"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)

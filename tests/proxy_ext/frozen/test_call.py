@@ -86,7 +86,9 @@ def is_untrainable(recorded: Interaction) -> bool:
 
 @pytest.mark.parametrize(("path", "model"), calls())
 @pytest.mark.service
-async def test_whole(proxy: Proxy, provider: Provider, path: str, model: str) -> None:
+async def test_a_frozen_call_is_answered_and_recorded_untrainable_with_its_cost(
+    proxy: Proxy, provider: Provider, path: str, model: str
+) -> None:
     session = await proxy.open(task_id="t")
     for url in (path, path.removeprefix("/v1"), f"/{session['api_key']}{path}"):
         provider.say("Four", " it", " is.")
@@ -115,7 +117,9 @@ async def test_whole(proxy: Proxy, provider: Provider, path: str, model: str) ->
 
 
 @pytest.mark.parametrize(("path", "model"), calls())
-async def test_streamed(proxy: Proxy, provider: Provider, path: str, model: str) -> None:
+async def test_a_streamed_frozen_call_is_whole_and_recorded_with_its_cost(
+    proxy: Proxy, provider: Provider, path: str, model: str
+) -> None:
     session = await proxy.open(task_id="t")
     provider.say("Four", " it", " is.")
     events, end = await events_of(proxy, path, {"model": model, **BODIES[path]}, session["api_key"])
@@ -142,7 +146,7 @@ async def test_streamed(proxy: Proxy, provider: Provider, path: str, model: str)
             assert not any("usage" in event for event in events)
 
 
-async def test_usage_of_a_stream_that_asks_for_it(proxy: Proxy) -> None:
+async def test_a_stream_that_asks_for_usage_ends_with_it(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t")
     body = chat_body(stream_options={"include_usage": True})
     events, _ = await events_of(proxy, "/v1/chat/completions", body, session["api_key"])
@@ -151,7 +155,9 @@ async def test_usage_of_a_stream_that_asks_for_it(proxy: Proxy) -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7, 3)
 
 
-async def test_the_official_clients(proxy: Proxy, provider: Provider) -> None:
+async def test_the_official_clients_can_call_frozen_models(
+    proxy: Proxy, provider: Provider
+) -> None:
     session = await proxy.open(task_id="t")
     key, said = session["api_key"], ("Four", " it", " is.")
     async with openai.AsyncOpenAI(api_key=key, base_url=f"{proxy.url}/v1") as client:
@@ -193,7 +199,9 @@ async def test_the_official_clients(proxy: Proxy, provider: Provider) -> None:
     assert recorded[2].request["frozen"]["cost_usd"] == pytest.approx(EMBEDDING_USD)
 
 
-async def test_tool_calls(proxy: Proxy, provider: Provider) -> None:
+async def test_tool_calls_of_a_frozen_model_are_answered_and_recorded(
+    proxy: Proxy, provider: Provider
+) -> None:
     session = await proxy.open(task_id="t")
     provider.tool_call = ("add", '{"a": 1}')
     body = chat_body(tools=[TOOL])
@@ -221,7 +229,7 @@ async def test_tool_calls(proxy: Proxy, provider: Provider) -> None:
         (None, 503, "provider_unavailable", "down cannot be reached"),
     ],
 )
-async def test_a_provider_that_fails(
+async def test_a_failing_provider_is_answered_with_an_error_that_hides_its_key(
     start: Start,
     provider: Provider,
     tmp_path: Path,
@@ -261,7 +269,9 @@ async def test_a_provider_that_fails(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_an_answer_that_is_none(proxy: Proxy, provider: Provider, path: str) -> None:
+async def test_an_unreadable_answer_of_a_provider_is_refused_and_not_recorded(
+    proxy: Proxy, provider: Provider, path: str
+) -> None:
     session = await proxy.open(task_id="t")
     provider.fail("html")
     response = await proxy.post(path, {"model": "judge", **BODIES[path]}, session["api_key"])
@@ -273,7 +283,7 @@ async def test_an_answer_that_is_none(proxy: Proxy, provider: Provider, path: st
 
 @pytest.mark.parametrize("fault", ["cut", "truncated"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_a_stream_that_breaks_off(
+async def test_a_provider_stream_that_breaks_off_ends_in_an_error_and_costs_an_estimate(
     proxy: Proxy, provider: Provider, path: str, fault: Fault
 ) -> None:
     session = await proxy.open(task_id="t")
@@ -377,7 +387,9 @@ async def test_a_response_goes_on_from_another(proxy: Proxy, provider: Provider)
     )
 
 
-async def test_what_is_the_operators_to_say(proxy: Proxy, provider: Provider) -> None:
+async def test_clients_cannot_set_what_only_the_operator_may_say(
+    proxy: Proxy, provider: Provider
+) -> None:
     session = await proxy.open(task_id="t")
     for name, value in {
         "api_base": "http://127.0.0.1:9/v1",
@@ -398,7 +410,7 @@ async def test_what_is_the_operators_to_say(proxy: Proxy, provider: Provider) ->
     assert (await only(proxy, session)).request["recorded"]["metadata"] == {"model_group": "x"}
 
 
-async def test_nothing_is_fetched(
+async def test_a_frozen_call_looks_up_no_foreign_host(
     litellm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neither what a client names, nor a tokenizer to count with."""

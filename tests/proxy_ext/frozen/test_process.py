@@ -44,7 +44,7 @@ async def life(config: Path, engine_url: str) -> AsyncIterator[Life]:
         yield Life(http, child.kill)
 
 
-async def test_killed_and_started_again(
+async def test_a_killed_service_keeps_frozen_spending_and_leaks_no_key(
     tiny_model_dir: Path,
     tmp_path: Path,
     engine: ScriptedEngine,
@@ -86,7 +86,9 @@ async def test_killed_and_started_again(
     assert not holding(tmp_path, SECRET)
 
 
-def test_a_key_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_service_without_its_provider_key_does_not_start(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     frozen = {"model_list": models("http://127.0.0.1:1")}
     ended = run(write_config(tmp_path, tiny_model_dir, frozen=frozen), "--port", "0")
     assert ended.returncode == 2

@@ -51,7 +51,7 @@ def check(api: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", NEVER)
 @pytest.mark.parametrize("api", GOOD)
-def test_what_never_reaches_a_provider(api: str, name: str) -> None:
+def test_parameters_that_a_provider_must_not_get_are_refused(api: str, name: str) -> None:
     with fails_with(UnsupportedParameter, param=name):
         check(api, **{name: "x"})
 
@@ -64,7 +64,7 @@ def test_known_fields_reach_the_provider(api: str) -> None:
     assert asked.recorded.get("metadata") == (None if api == "messages" else {"a": 1})
 
 
-def test_a_name_that_is_nearly_right() -> None:
+def test_a_misspelt_parameter_is_refused_with_the_right_name() -> None:
     with fails_with(UnsupportedParameter, "temperature", param="temprature"):
         check("chat", temprature=1)
 
@@ -94,7 +94,9 @@ def test_a_name_that_is_nearly_right() -> None:
         ("embeddings", {"dimensions": 0}, "dimensions"),
     ],
 )
-def test_shapes_that_nobody_takes(api: str, more: dict[str, Any], param: str) -> None:
+def test_wrongly_shaped_values_are_refused_by_name(
+    api: str, more: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidRequest) as raised:
         check(api, **more)
     assert (raised.value.param or "").startswith(param)
@@ -144,7 +146,7 @@ def test_functions_reach_the_provider_without_other_fields(api: str) -> None:
 
 @pytest.mark.parametrize("kind", BUILT_IN)
 @pytest.mark.parametrize("api", TOOLS)
-def test_tools_that_somebody_else_runs(api: str, kind: str) -> None:
+def test_tools_that_the_provider_would_run_are_refused(api: str, kind: str) -> None:
     for more in ({}, {"server_url": "https://x.example"}, {"function": {"name": "a"}}):
         with fails_with(UnsupportedParameter, f"'{kind}'", param="tools"):
             check(api, tools=[*TOOLS[api], {"type": kind, "name": "a", **more}])
@@ -165,12 +167,14 @@ def test_tools_that_somebody_else_runs(api: str, kind: str) -> None:
         ("responses", {"input": [{"type": "additional_tools", "tools": []}]}, "tools in an item"),
     ],
 )
-def test_what_costs_beside_tokens(api: str, more: dict[str, Any], says: str) -> None:
+def test_options_that_cost_beside_tokens_are_refused(
+    api: str, more: dict[str, Any], says: str
+) -> None:
     with fails_with(UnsupportedParameter, says):
         check(api, **more)
 
 
-def test_a_search_by_its_name_alone() -> None:
+def test_a_tool_merely_named_web_search_needs_a_schema() -> None:
     with fails_with(InvalidRequest, "input_schema"):
         check("messages", tools=[{"name": "web_search"}])
 
@@ -178,7 +182,7 @@ def test_a_search_by_its_name_alone() -> None:
 @pytest.mark.parametrize("api", GOOD)
 @settings(max_examples=60, deadline=None)
 @given(more=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4))
-def test_any_body_is_taken_or_refused(api: str, more: dict[str, Any]) -> None:
+def test_any_body_is_taken_or_refused_without_a_crash(api: str, more: dict[str, Any]) -> None:
     body = {**GOOD[api], **more, "model": "judge"}
     try:
         asked = check_frozen_request(api, body)

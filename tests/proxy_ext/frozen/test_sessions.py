@@ -64,7 +64,7 @@ async def mixed(proxy: Proxy) -> tuple[dict[str, Any], list[str]]:
     return session, [first["id"], second["id"]]
 
 
-async def test_the_policys_tree_never_sees_them(proxy: Proxy) -> None:
+async def test_frozen_calls_never_enter_the_tree_of_the_policy(proxy: Proxy) -> None:
     session, ids = await mixed(proxy)
     recorded = await proxy.recorded(session["session_id"])
     assert [i.untrainable_reason for i in recorded].count("frozen_model") == 3
@@ -87,7 +87,7 @@ async def test_the_policys_tree_never_sees_them(proxy: Proxy) -> None:
     assert [i.id for i in trajectory.interactions] == ids
 
 
-async def test_nor_after_a_restart(
+async def test_frozen_calls_stay_recorded_and_out_of_training_after_a_restart(
     tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
 ) -> None:
     config = config_for(tmp_path)
@@ -110,7 +110,7 @@ async def test_nor_after_a_restart(
         assert sorted(exported[session["session_id"]]) == sorted(ids)
 
 
-async def test_exports_for_training_leave_them_out(proxy: Proxy) -> None:
+async def test_exports_for_training_leave_frozen_calls_out(proxy: Proxy) -> None:
     session, ids = await mixed(proxy)
     stored = await proxy.recorded(session["session_id"])
     row = (await proxy.service.sessions.by_id(session["session_id"])).row
@@ -136,7 +136,9 @@ async def test_a_session_of_frozen_calls_alone_has_no_interactions(proxy: Proxy)
     assert told[0].json().keys() == told[1].json().keys()
 
 
-async def test_texts_are_not_kept_where_none_are(start: Start, provider: ScriptedProvider) -> None:
+async def test_without_stored_content_frozen_calls_keep_no_texts(
+    start: Start, provider: ScriptedProvider
+) -> None:
     proxy = await start("sessions.store_content=false", provider=provider)
     await proxy.admit(10)
     session = await proxy.open(task_id="t")
@@ -232,7 +234,7 @@ async def test_a_cap_holds_without_sessions(
         assert "1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
 
 
-async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
+async def test_each_spend_cap_is_charged_with_its_own_calls(proxy: Proxy) -> None:
     journal, sessions = proxy.service.sessions.journal, proxy.service.sessions
 
     def spending(**caps: float) -> SpendCaps:
@@ -262,7 +264,9 @@ async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
         await spent.require(None, "")
 
 
-async def test_a_usage_that_has_no_prompt(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_usage_without_prompt_tokens_is_estimated(
+    start: Start, provider: ScriptedProvider
+) -> None:
     counted: list[tuple[int, int]] = []
 
     def cost(api: str, usage: dict[str, Any]) -> float:
@@ -283,7 +287,7 @@ async def test_a_usage_that_has_no_prompt(start: Start, provider: ScriptedProvid
     assert counted[1][0] >= 200_000
 
 
-def test_what_counts_as_a_reports_prompt() -> None:
+def test_cached_prompt_tokens_count_as_a_reported_prompt() -> None:
     answer = MessagesResponse("x")
     answer.usage = {"input_tokens": 0, "output_tokens": 1}
     assert not answer.reports_prompt()
@@ -294,7 +298,7 @@ def test_what_counts_as_a_reports_prompt() -> None:
     assert ids_in([{"role": "user", "content": [1, 2]}, {"role": "user", "content": "a"}]) == 2
 
 
-async def test_a_tool_of_the_providers_in_anthropics_shape(proxy: Proxy) -> None:
+async def test_a_provider_tool_is_refused_in_the_shape_of_anthropic(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t")
     search = {"type": "web_search_20250305", "name": "web_search"}
     body = chat_body(max_tokens=8, tools=[search])
@@ -303,7 +307,9 @@ async def test_a_tool_of_the_providers_in_anthropics_shape(proxy: Proxy) -> None
     assert response.json()["type"] == "error"
 
 
-async def test_whoever_leaves_pays(start: Start, provider: ScriptedProvider) -> None:
+async def test_a_client_that_leaves_is_charged_for_its_frozen_call(
+    start: Start, provider: ScriptedProvider
+) -> None:
     proxy = await start("frozen.session_usd=0.1", provider=provider)
     await proxy.admit(10)
     session = await proxy.open(task_id="t")
@@ -315,7 +321,9 @@ async def test_whoever_leaves_pays(start: Start, provider: ScriptedProvider) -> 
     refused(await judged(proxy, session), 402, "spend_cap_exceeded")
 
 
-async def test_what_costs_nobody_knows(start: Start, provider: ScriptedProvider) -> None:
+async def test_calls_without_a_price_are_counted_and_refuse_a_cap_at_the_start(
+    start: Start, provider: ScriptedProvider
+) -> None:
     provider.judge.price = None
     proxy = await start(provider=provider)
     await proxy.admit(10)
@@ -331,7 +339,9 @@ async def test_what_costs_nobody_knows(start: Start, provider: ScriptedProvider)
 # -- the rest ----------------------------------------------------------------------------------
 
 
-async def test_so_many_calls_at_once(start: Start, provider: ScriptedProvider) -> None:
+async def test_frozen_calls_are_bounded_apart_from_calls_of_the_policy(
+    start: Start, provider: ScriptedProvider
+) -> None:
     proxy = await start("frozen.max_calls=2", "server.max_inflight_calls=1", provider=provider)
     await proxy.admit(10)
     session = await proxy.open(task_id="t")
@@ -352,7 +362,7 @@ async def test_so_many_calls_at_once(start: Start, provider: ScriptedProvider) -
     assert shown("any_agent_frozen_call_seconds_count") == 2
 
 
-async def test_which_models_there_are(proxy: Proxy) -> None:
+async def test_the_policy_and_frozen_models_are_listed(proxy: Proxy) -> None:
     listed = (await proxy.http.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed] == ["policy", "judge"]
     assert (await proxy.http.get("/v1/models/judge")).json() == listed[1]
@@ -360,7 +370,9 @@ async def test_which_models_there_are(proxy: Proxy) -> None:
     assert "'policy'" in said and "'judge'" in said
 
 
-async def test_a_name_of_nobodys(start: Start, provider: ScriptedProvider) -> None:
+async def test_an_unknown_model_is_refused_where_the_setting_says_so(
+    start: Start, provider: ScriptedProvider
+) -> None:
     proxy = await start(
         "model.unknown_model=reject", "model.policy_names=gpt-4o,mine", provider=provider
     )

@@ -221,7 +221,7 @@ def test_lost_commits_in_a_log_are_found_as_sqlite_finds_them(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(125, 125), (250, 60), (40, 300), (500, 500)])
-async def test_an_episode_takes_what_its_tokens_do(
+async def test_the_size_of_a_long_episode_grows_with_its_tokens_only(
     tmp_path: Path, prompt: int, output: int
 ) -> None:
     """200 turns: each is stored as what it adds, so the size grows with the tokens, not with

@@ -11,7 +11,7 @@ from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 
 
-async def test_an_open_session_goes_on_exactly(
+async def test_an_open_session_goes_on_exactly_after_a_restart(
     start: Start, proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     chat = proxy.service.completer.chat
@@ -49,7 +49,7 @@ async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> N
     assert [t.session_id for t in await again.lease()] == ids
 
 
-async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
+async def test_the_state_of_the_run_survives_a_restart(start: Start, proxy: Proxy) -> None:
     """One that was finished and is given more steps goes on before its trainer is there, too:
     whoever comes early must not hear that all is over."""
     for step, state in ((100, "finished"), (99, "training")):
@@ -62,7 +62,9 @@ async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
             assert response.json()["error"]["code"] == "run_finished"
 
 
-async def test_a_keys_newest_session_counts(start: Start, proxy: Proxy) -> None:
+async def test_after_a_restart_a_key_leads_to_its_newest_session(
+    start: Start, proxy: Proxy
+) -> None:
     first = await proxy.finished_session()
     key = first["api_key"]
     second = await proxy.open(api_key=key)

@@ -36,7 +36,7 @@ async def test_redis_keeps_the_journals_contract(
     await check_journal(machine.open)
 
 
-async def test_another_machine_has_everything(
+async def test_another_machine_restores_everything_from_redis(
     tmp_path: Path, shared_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
@@ -61,7 +61,9 @@ async def test_another_machine_has_everything(
     await journal.close()
 
 
-async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) -> None:
+async def test_writes_of_a_machine_that_lost_its_lease_are_refused(
+    tmp_path: Path, shared_server: RedisServer
+) -> None:
     """Its process sleeps longer than its lease: what it writes then is not there."""
     first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
     loser = first.open()
@@ -180,7 +182,7 @@ async def test_a_trimmed_log_is_refused(tmp_path: Path, server: RedisServer) -> 
         await asyncio.to_thread(second.open)
 
 
-async def test_what_was_written_without_redis_goes_on_there(
+async def test_a_journal_written_without_redis_goes_on_in_redis(
     tmp_path: Path, server: RedisServer
 ) -> None:
     """Before the log began, and while it was not used."""

@@ -85,7 +85,7 @@ async def test_a_late_snapshot_replaces_no_newer_one(tmp_path: Path, server: Red
 
 
 @pytest.mark.parametrize("what", ["trim", "write"])
-async def test_what_the_file_did_not_commit_is_not_in_the_log(
+async def test_a_write_that_the_file_did_not_commit_is_not_in_the_log(
     what: str, tmp_path: Path, server: RedisServer
 ) -> None:
     journal = await begun(tmp_path, server.url, "s1", "s2")
@@ -128,7 +128,7 @@ async def test_a_file_that_a_loss_of_power_set_back_is_made_again(
     await again.close()
 
 
-async def test_a_process_that_wakes_after_the_server_lost_everything(
+async def test_a_process_that_wakes_late_does_not_take_the_new_log_back(
     tmp_path: Path, server: RedisServer
 ) -> None:
     """A person let another machine begin anew: the first must not take the log back."""

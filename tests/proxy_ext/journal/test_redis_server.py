@@ -133,7 +133,7 @@ async def test_a_cluster_keeps_the_journal(tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-async def test_tls_and_a_login_that_may_do_no_more_than_it_must(tmp_path: Path) -> None:
+async def test_a_journal_works_over_tls_with_the_least_permissions(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     port = own_port()
     settings = {
@@ -203,7 +203,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-async def test_a_server_that_promises_less_after_a_restart(tmp_path: Path) -> None:
+async def test_writes_are_refused_while_a_restarted_server_promises_less(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis")
     with server:
         journal = await begun(tmp_path, server.url, "s1")
@@ -246,7 +246,9 @@ async def test_a_failover_loses_nothing_acknowledged(tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-async def test_a_failover_to_a_server_that_promises_less(tmp_path: Path) -> None:
+async def test_writes_are_refused_after_a_failover_to_a_server_that_promises_less(
+    tmp_path: Path,
+) -> None:
     with pair_with_sentinel(tmp_path, "--appendfsync", "everysec") as (one, two, url):
         journal = await begun(tmp_path, url, "s1")
         await until_asked(two, lambda client: client.exists(log_key(one)))

@@ -98,7 +98,7 @@ def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(STEPS)
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @pytest.mark.service
-def test_at_most_one_is_acknowledged(
+def test_of_rival_writers_at_most_one_is_acknowledged(
     shared_server: RedisServer, steps: list[tuple[int, str]]
 ) -> None:
     name = f"law-{next(_NAMES)}"

@@ -77,7 +77,7 @@ async def test_a_replay_takes_over_what_another_trainer_had(proxy: Proxy) -> Non
     assert await proxy.client.ack(owner="next", trained=[waiting], rejected=[]) == 1
 
 
-async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> None:
+async def test_a_replay_of_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> None:
     trained = (await proxy.finished_session())["session_id"]
     await proxy.lease()
     await proxy.client.ack(owner="trainer", trained=[trained], rejected=[])

@@ -176,7 +176,7 @@ async def test_a_foreign_lock_fails_a_batch_at_once(journal: SQLiteJournal, tmp_
     assert [await journal.meta(key) for key in ("k0", "k1")] == ["after", None]
 
 
-async def test_more_than_it_takes_is_refused_and_not_begun(
+async def test_writes_beyond_the_queue_are_refused_and_not_begun(
     journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "MAX_QUEUE", 2)
@@ -335,7 +335,7 @@ async def ended(journal: SQLiteJournal, oldest_step: int | None, *, limit: int =
     return [each.row.id for each in found]
 
 
-async def test_what_a_resume_may_want_is_kept(journal: SQLiteJournal) -> None:
+async def test_sessions_that_a_resume_may_want_are_kept(journal: SQLiteJournal) -> None:
     rows = [make_row(id, state=state, step=step, ended_at=50.0) for id, state, step in ENDED]
     late = [replace(row, id=f"late-{row.id}", ended_at=100.0) for row in rows]
     live = [

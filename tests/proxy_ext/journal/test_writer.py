@@ -50,7 +50,7 @@ class HeldOpens:
         return await self._session_of_lane(lane)
 
 
-async def test_a_call_meets_the_session_that_is_being_opened(
+async def test_a_call_reaches_the_session_that_is_just_being_opened(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks before the session is there and finds its row: no call may go to a ghost of it."""

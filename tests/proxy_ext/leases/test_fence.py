@@ -52,7 +52,7 @@ async def test_a_replaced_trainer_can_do_nothing(start: Start, deed: str) -> Non
             await DEEDS[deed](person)
 
 
-async def test_it_is_kept_out_after_a_restart(start: Start) -> None:
+async def test_a_replaced_trainer_is_kept_out_after_a_restart(start: Start) -> None:
     proxy = await start()
     async with trainer(proxy, 5) as new:
         await new.set_capacity(limit=3, ttl=60, owner="new", held=[])
@@ -66,7 +66,7 @@ async def test_it_is_kept_out_after_a_restart(start: Start) -> None:
         assert again.service.fence.epoch == 6
 
 
-async def test_a_poll_that_waits_gets_nothing_any_more(proxy: Proxy) -> None:
+async def test_a_waiting_poll_of_a_replaced_trainer_gets_nothing(proxy: Proxy) -> None:
     async with trainer(proxy, 1) as old, trainer(proxy, 2) as new:
         poll = asyncio.create_task(old.lease(owner="old", wait=60))
         waiters = proxy.service.sessions.ready._waiters  # type: ignore[attr-defined]
@@ -79,14 +79,14 @@ async def test_a_poll_that_waits_gets_nothing_any_more(proxy: Proxy) -> None:
         assert trajectory.session_id == session["session_id"]
 
 
-async def test_a_number_that_is_none_is_refused(proxy: Proxy) -> None:
+async def test_a_malformed_epoch_number_is_refused(proxy: Proxy) -> None:
     for number in ("-1", "x", "1e3", "99999999999999999999"):
         response = await proxy.http.post("/rl/v1/resume", headers={EPOCH_HEADER: number})
         assert 400 <= response.status_code < 500, number
     assert proxy.service.fence.epoch == 0
 
 
-async def test_who_may_not_use_the_route_moves_no_fence(start: Start) -> None:
+async def test_a_caller_without_the_right_moves_no_fence(start: Start) -> None:
     proxy = await start("server.admin_key=a-long-admin-key")
     await proxy.admit(5)
     session = await proxy.open()

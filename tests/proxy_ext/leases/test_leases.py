@@ -38,7 +38,9 @@ async def some(proxy: Proxy, number: int, **fields: Any) -> list[str]:
     return [(await proxy.finished_session(**fields))["session_id"] for _ in range(number)]
 
 
-async def test_a_lease_carries_everything(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_lease_carries_all_that_a_trainer_needs(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     session = await played(proxy, task_id="t", group_size=1, metadata={"k": [1, {"a": None}]})
     body = {"reward": 0.25, "completion_id": session["completion"]}
     await proxy.post("/rl/v1/set_reward", body, session["api_key"])
@@ -53,7 +55,7 @@ async def test_a_lease_carries_everything(proxy: Proxy, engine: ScriptedEngine) 
     assert interaction.prompt_delta_ids.tolist() == engine.requests[0]["input_ids"]
 
 
-async def test_a_lease_has_max_groups_groups_and_a_bound(
+async def test_a_lease_has_at_most_max_groups_groups_and_a_bounded_size(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for k in range(5):
@@ -164,7 +166,7 @@ async def test_a_new_trainer_takes_back_what_the_last_one_had(proxy: Proxy) -> N
     assert await proxy.client.ack(owner="new", trained=[id], rejected=[]) == 1
 
 
-async def test_messages_are_bounded(proxy: Proxy) -> None:
+async def test_messages_that_name_too_many_sessions_are_refused(proxy: Proxy) -> None:
     ids = ["x"] * (MAX_NAMED + 1)
     for method, path, body in (
         ("PUT", "capacity", {"limit": 1, "ttl": 1, "owner": "t", "held": ids}),
@@ -351,7 +353,7 @@ def test_a_poll_looks_at_what_it_returns_alone() -> None:
     assert live.looks == 100
 
 
-def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_polling_trainer_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING", 10)
     live: dict[str, RecordedSession] = {}
     leasable = index_of(live)

@@ -38,7 +38,7 @@ async def test_a_train_session_ends_when_the_trainer_acknowledges_it(proxy: Prox
     assert ends(heard.events) == [(taught, "trained", None), (refused, "rejected", "stale")]
 
 
-async def test_a_replay_is_no_end(proxy: Proxy) -> None:
+async def test_a_replayed_session_sends_no_second_end_event(proxy: Proxy) -> None:
     heard = Heard(proxy)
     id = (await proxy.finished_session())["session_id"]
     await proxy.lease()

@@ -186,7 +186,7 @@ async def test_only_the_policys_calls_of_a_session_are_trained_on(rank: Rank) ->
     assert "any-agent/policy" not in str(deployed[1:]), "LiteLLM routes nothing to it"
 
 
-async def test_a_sessions_cap_holds(rank: Rank) -> None:
+async def test_a_call_above_the_spend_cap_of_its_session_is_refused(rank: Rank) -> None:
     _, key = await rank.open()
     for _ in range(3):
         assert (await rank.chat(key, "planner")).status_code == 200
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_ends_the_call_at_the_provider(rank: Rank) ->
 # -- its other routes ---------------------------------------------------------------------------
 
 
-async def test_the_policy_is_one_of_its_models(rank: Rank) -> None:
+async def test_the_policy_is_one_of_the_models_of_litellm(rank: Rank) -> None:
     listed = (await rank.http.get("/v1/models")).json()["data"]
     assert [listed[0]["id"], listed[0]["context_length"]] == ["policy", 2048]
     assert "planner" in {each["id"] for each in listed}
@@ -244,7 +244,7 @@ async def test_the_policy_is_one_of_its_models(rank: Rank) -> None:
     assert areals == {"status": "ok", "workers": 1}
 
 
-async def test_its_ui_is_for_admins_alone(rank: Rank) -> None:
+async def test_the_web_page_of_litellm_is_for_admins_alone(rank: Rank) -> None:
     page = await rank.http.get("/ui/")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     found = re.search(r'src="(/[^"]*_next/[^"]*)"', page.text)

@@ -89,7 +89,7 @@ general_settings:
         ({"general": "master_key"}, 9, "ANY_AGENT_SERVER__ADMIN_KEY"),
     ],
 )
-def test_what_is_refused_is_named_with_its_line(
+def test_a_refused_entry_is_named_with_its_line(
     tmp_path: Path, given: dict[str, str], line: int, said: str
 ) -> None:
     path = tmp_path / "litellm.yaml"
@@ -123,12 +123,12 @@ def test_a_database_is_found_where_litellm_looks_for_it() -> None:
     assert not may_have_keys({"general_settings": {}}, {})
 
 
-def test_a_master_key_that_is_the_admin_key(tmp_path: Path) -> None:
+def test_a_master_key_that_equals_the_admin_key_is_accepted(tmp_path: Path) -> None:
     path = litellm.write_litellm(tmp_path, {"general_settings": {"master_key": "os.environ/K"}})
     check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-admin"})
 
 
-def test_its_secrets_are_known_for_redaction(tmp_path: Path) -> None:
+def test_secrets_of_litellm_are_known_for_redaction(tmp_path: Path) -> None:
     written = model("a", api_key="sk-written-in-the-file", input_cost_per_token=0.5)
     data = {"model_list": [written, model("b", api_key="os.environ/KEY_OF_B")]}
     path = litellm.write_litellm(tmp_path, data)
@@ -148,7 +148,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         LiteLLMConfig(policy_guardrails=("a",), policy_vetoes=("a", "b"))
 
 
-def test_only_what_passes_is_an_outage() -> None:
+def test_only_failures_that_may_pass_count_as_an_outage() -> None:
     assert is_outage(ConnectionRefusedError())
     wrapped = RuntimeError("database")
     wrapped.__cause__ = TimeoutError()
@@ -202,7 +202,9 @@ async def test_a_rank_ends_with_litellms_words(
 
 
 @pytest.mark.service
-def test_a_rank_names_what_contradicts_it(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_rank_refuses_a_contradicting_litellm_file_and_names_the_conflict(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     config = start(tmp_path, tiny_model_dir, {"model_list": [model("policy")]})
     ended = run(config, "--port", "0")
     assert ended.returncode == 2 and "policy is a name" in ended.stderr
@@ -210,7 +212,7 @@ def test_a_rank_names_what_contradicts_it(tmp_path: Path, tiny_model_dir: Path) 
 
 
 @pytest.mark.service
-async def test_policy_calls_do_not_wait_for_its_start(
+async def test_policy_calls_do_not_wait_for_litellm_to_start(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
 ) -> None:
     data = {"model_list": [model("planner", api_key="k")], "include": ["more.yaml"]}

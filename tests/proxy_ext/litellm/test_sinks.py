@@ -56,7 +56,7 @@ async def play(http: httpx.AsyncClient) -> tuple[str, str, list[str]]:
     return told["session_id"], told["group_id"], calls
 
 
-async def test_each_call_is_told_once(
+async def test_each_call_is_told_once_to_every_sink(
     tmp_path: Path,
     tiny_model_dir: Path,
     environment: pytest.MonkeyPatch,

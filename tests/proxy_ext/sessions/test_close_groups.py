@@ -149,7 +149,7 @@ async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> No
     assert {trajectory.session_id for trajectory in await proxy.lease()} == set(done)
 
 
-async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: Start) -> None:
+async def test_an_empty_group_keeps_its_slots_until_its_time_is_over(start: Start) -> None:
     proxy = await start(admit=2)
     for _ in range(3):
         await abort(proxy, await proxy.open(group_id="g", group_size=2), keep_place=True)
@@ -159,7 +159,7 @@ async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: S
     assert await slots(proxy) == (3, 0, 0)
 
 
-async def test_a_place_in_a_group_that_is_over_is_nobodys(start: Start) -> None:
+async def test_no_session_gets_a_place_in_a_group_that_is_over(start: Start) -> None:
     proxy = await start(admit=3)
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=3)

@@ -22,7 +22,7 @@ async def talk(proxy: Proxy, **fields: object) -> dict[str, str]:
     return session
 
 
-async def test_the_content_is_what_the_services_own_grader_is_given(proxy: Proxy) -> None:
+async def test_the_shown_content_is_what_the_grader_is_given(proxy: Proxy) -> None:
     session = await talk(proxy, task_id="t", metadata={"answer": 5})
     content = await proxy.client.session_content(session["session_id"], session["api_key"])
     live = proxy.service.sessions.live[session["session_id"]]
@@ -32,7 +32,7 @@ async def test_the_content_is_what_the_services_own_grader_is_given(proxy: Proxy
     assert given["metadata"] == {"answer": 5}
 
 
-async def test_what_is_not_kept_is_not_there(start: Start, proxy: Proxy) -> None:
+async def test_content_that_is_not_kept_is_not_shown(start: Start, proxy: Proxy) -> None:
     session = await talk(proxy)
     await proxy.client.delete_session(session["session_id"])
     with fails_with(Conflict, "deleted"):

@@ -48,7 +48,7 @@ async def ack(proxy: Proxy, session: dict[str, Any], step: int | None) -> None:
     assert (await proxy.http.post("/rl/v1/ack", json=body)).status_code == 200
 
 
-async def test_content_is_gone_from_the_disk(proxy: Proxy, start: Start) -> None:
+async def test_deleted_content_is_gone_from_the_disk(proxy: Proxy, start: Start) -> None:
     session = await finalized(proxy)
     assert found_on_disk(proxy)
     key = {"idempotency-key": "erase-1"}
@@ -70,7 +70,9 @@ async def test_content_is_gone_from_the_disk(proxy: Proxy, start: Start) -> None
     refusal(await other.call(session["api_key"]), 410, "session_closed", "")
 
 
-async def test_a_call_under_way_leaves_nothing(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_call_under_way_at_a_deletion_leaves_nothing(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     session = await begun(proxy)
     go = engine.hold(1)
     call = asyncio.create_task(proxy.call(session["api_key"], MESSAGES))
@@ -83,7 +85,7 @@ async def test_a_call_under_way_leaves_nothing(proxy: Proxy, engine: ScriptedEng
     assert await proxy.recorded(session["session_id"]) == []
 
 
-async def test_what_training_needs_is_kept(proxy: Proxy) -> None:
+async def test_a_session_that_training_needs_is_not_deleted(proxy: Proxy) -> None:
     session, unknown = await finalized(proxy), await proxy.finished_session()
     for _ in range(2):
         assert len(await proxy.lease()) == 1
@@ -103,7 +105,9 @@ async def test_what_training_needs_is_kept(proxy: Proxy) -> None:
     refusal(await delete(proxy, unknown), 409, "in_training", "")
 
 
-async def test_what_a_killed_trainer_had_is_kept(proxy: Proxy, start: Start) -> None:
+async def test_a_session_that_a_killed_trainer_had_is_not_deleted(
+    proxy: Proxy, start: Start
+) -> None:
     """The step that it was at may be made again; when training has ended, none will be."""
     session, other = await finalized(proxy), await finalized(proxy)
     assert [len(await proxy.lease(owner="killed")) for _ in range(2)] == [1, 1]
@@ -118,7 +122,7 @@ async def test_what_a_killed_trainer_had_is_kept(proxy: Proxy, start: Start) -> 
     assert veto.json()["state"] == "rejected"
 
 
-async def test_what_is_deleted_is_not_replayed(proxy: Proxy) -> None:
+async def test_a_deleted_session_is_not_replayed(proxy: Proxy) -> None:
     session = await finalized(proxy)
     await proxy.lease()
     await ack(proxy, session, step=1)
@@ -142,7 +146,7 @@ async def test_a_deletion_that_cannot_be_written_changes_nothing(proxy: Proxy) -
     assert len(trajectory.interactions) == 1
 
 
-async def test_what_was_exported_can_be_deleted(proxy: Proxy) -> None:
+async def test_an_exported_session_can_be_deleted(proxy: Proxy) -> None:
     """Whoever exported it trains elsewhere: no resume of this run asks for it."""
     session = await finalized(proxy)
     await proxy.export(session["session_id"])

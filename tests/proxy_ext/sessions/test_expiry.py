@@ -50,7 +50,7 @@ async def test_an_idle_session_expires_and_a_heartbeat_does_not_prolong_its_ttl(
     assert (now["state"], now["reason"]) == ("expired", "its ttl ran out")
 
 
-async def test_what_renews_the_idle_time(proxy: Proxy) -> None:
+async def test_calls_rewards_and_heartbeats_renew_the_idle_time(proxy: Proxy) -> None:
     session = await proxy.open(ttl=100)
     id, key = session["session_id"], session["api_key"]
 
@@ -149,7 +149,7 @@ def test_without_the_boots_clock_the_wall_clock_is_left(monkeypatch: pytest.Monk
 # -- deadlines -------------------------------------------------------------------------------------
 
 
-def test_deadlines_come_in_order_and_once() -> None:
+def test_deadlines_fire_in_order_and_once() -> None:
     """As by a plain dictionary."""
     generator = random.Random(0)
     deadlines, model, now = DeadlineQueue(), dict[str, float](), 0.0
@@ -174,7 +174,7 @@ def test_deadlines_come_in_order_and_once() -> None:
     assert len(pickle.dumps(deadlines)) < 100_000, "earlier times are dropped"
 
 
-async def test_one_that_cannot_be_ended_holds_up_no_other(
+async def test_a_session_that_cannot_be_ended_holds_up_no_other_expiry(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is ended itself, once that is possible."""

@@ -86,7 +86,9 @@ async def test_what_a_grant_opened_is_not_in_the_trainers_way(proxy: Proxy, star
 
 
 @pytest.mark.parametrize("finished", [False, True])
-async def test_without_a_training_a_grant_is_needed(start: Start, finished: bool) -> None:
+async def test_without_training_a_session_opens_on_a_grant_alone(
+    start: Start, finished: bool
+) -> None:
     proxy = await start(training=finished)
     if finished:
         await proxy.client.set_run("finished", step=3, checkpoint=None)

@@ -418,13 +418,15 @@ async def walk(folder: Path, steps: list[str], seed: int) -> Walker:
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(st.sampled_from(OFTEN), max_size=60), seed=st.integers(0, 10**6))
 @example(steps=["admit", "open"] * 8 + STEPS * 2, seed=3)
-def test_slots_and_groups_are_right_whatever_happens(steps: list[str], seed: int) -> None:
+def test_slots_and_groups_are_right_after_any_sequence_of_events(
+    steps: list[str], seed: int
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(walk(Path(folder), steps, seed))
 
 
 @pytest.mark.service
-def test_a_long_walk_sees_groups_of_every_fate(tmp_path: Path) -> None:
+def test_a_long_random_walk_reaches_every_fate_of_a_group(tmp_path: Path) -> None:
     random = Random(1)
     rank = asyncio.run(walk(tmp_path, random.choices(OFTEN, k=1000), 1))
     # Ids, and with them the order of groups, differ from run to run.

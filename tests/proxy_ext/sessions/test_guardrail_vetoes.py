@@ -68,7 +68,7 @@ async def test_every_end_of_a_session_rejects_it_and_none_of_an_eval_session(pro
 
 
 @pytest.mark.parametrize("settings", [(), ("sessions.store_content=false",)])
-async def test_an_answer_that_nobody_received_vetoes(
+async def test_a_vetoed_answer_that_nobody_received_rejects_its_session(
     start: Start, settings: tuple[str, ...]
 ) -> None:
     proxy = await start(*settings, admit=10)

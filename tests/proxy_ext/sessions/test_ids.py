@@ -22,7 +22,7 @@ from tests.support.sessions import unwritable
 DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
 
 
-def test_names_follow_from_the_seed() -> None:
+def test_session_ids_follow_from_the_seed() -> None:
     def some(rank: int, seed: int) -> list[Any]:
         names = SessionIds(rank, seed)
         sessions = [names.new_session() for _ in range(3)]
@@ -36,7 +36,7 @@ def test_names_follow_from_the_seed() -> None:
     assert all(0 <= seed < 2**31 for seed in some(1, 7)[9:])
 
 
-def test_generations_of_one_moment_differ() -> None:
+def test_ids_of_generations_of_one_moment_differ() -> None:
     names = SessionIds(0, 7)
     taken: list[str] = []
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_generations_of_one_moment_differ() -> None:
     assert again.new_generation("t", ()) == taken[1]
 
 
-def test_without_a_seed_they_are_random() -> None:
+def test_without_a_seed_session_ids_are_random() -> None:
     one, other = SessionIds(0), SessionIds(0)
     assert one.new_session() != other.new_session()
     assert one.new_member("g", 0) != other.new_member("g", 0)
@@ -86,7 +86,7 @@ async def test_openers_of_other_groups_change_no_ids(tmp_path: Path, chat: ChatF
 
 
 @pytest.mark.parametrize("fields", [{}, {"task_id": "t"}, {"group_id": "g"}], ids=repr)
-async def test_what_the_journal_never_got_is_not_named_twice(
+async def test_an_id_that_the_journal_never_got_is_not_given_twice(
     start: Start, fields: dict[str, Any]
 ) -> None:
     """However many openings failed."""
@@ -114,7 +114,9 @@ async def test_what_the_journal_never_got_is_not_named_twice(
     assert len(opened) == len(again.service.sessions.live) == 7
 
 
-async def test_calls_at_once_have_seeds_of_their_own(start: Start, engine: ScriptedEngine) -> None:
+async def test_simultaneous_calls_have_different_seeds(
+    start: Start, engine: ScriptedEngine
+) -> None:
     proxy = await start(*DETERMINISTIC, admit=1)
     session = await proxy.open()
     await asyncio.gather(*(proxy.complete(session["api_key"]) for _ in range(4)))

@@ -85,7 +85,7 @@ def filled(value: Any, session: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("how", ["bearer", "prefix", "x-api-key"])
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 @pytest.mark.service
-async def test_the_agent_cannot(closed: Proxy, attempt: str, how: str) -> None:
+async def test_an_agent_cannot_do_what_is_the_judges(closed: Proxy, attempt: str, how: str) -> None:
     session = await played(closed, metadata={"answer": "forty-two"})
     before = await info(closed, session)
     method, path, body = (filled(part, session) for part in ATTEMPTS[attempt])
@@ -173,7 +173,7 @@ async def test_in_the_open_mode_no_key_is_no_judges(proxy: Proxy) -> None:
     assert judged.json()["state"] == "finalized"
 
 
-async def test_both_may_and_the_judges_word_replaces_the_agents(closed: Proxy) -> None:
+async def test_with_both_allowed_the_judges_reward_replaces_the_agents(closed: Proxy) -> None:
     session = await played(closed, "both")
     key, judge = session["api_key"], session["judge_key"]
     for body in ({"reward": 0.5}, {"final_reward": {"mine": 1000}}, {"final_reward": 7}):
@@ -214,7 +214,7 @@ async def test_an_agent_cannot_use_up_its_judges_rewards(
     refused(await closed.post(SET, {"final_reward": 1}, judge), 422, "too_many_rewards")
 
 
-async def test_both_without_a_judge_leave_the_agents(closed: Proxy) -> None:
+async def test_with_both_allowed_the_agents_reward_stands_without_a_judge(closed: Proxy) -> None:
     session = await played(closed, "both")
     ended = await finalize(closed, session, final_reward=3)
     assert (ended["state"], ended["final_reward"]) == ("awaiting_reward", 3.0)
@@ -234,7 +234,7 @@ async def test_both_without_a_judge_leave_the_agents(closed: Proxy) -> None:
         ("sessions.implicit=true", "agent"),
     ],
 )
-async def test_the_runs_default(
+async def test_the_default_of_the_run_decides_who_rewards(
     start: Start, setting: str, expected: Literal["agent", "judge", "both"]
 ) -> None:
     proxy = await start(ADMIN, setting, f"sessions.grader={GRADER}", admit=10)
@@ -247,7 +247,7 @@ async def test_the_runs_default(
     assert response.status_code == 200
 
 
-async def test_the_grader_is_the_judge(start: Start) -> None:
+async def test_the_configured_grader_gives_the_reward_as_the_judge(start: Start) -> None:
     """Its agent may say when; a reward of its own it has none."""
     proxy = await start(ADMIN, "sessions.late_reward=grade", f"sessions.grader={GRADER}", admit=10)
     session, judged = await played(proxy, None), await played(proxy, "judge")
@@ -341,7 +341,7 @@ async def test_an_opening_that_is_repeated_has_the_same_keys(closed: Proxy) -> N
     assert first.json()["judge_key"].encode() not in stored
 
 
-async def test_two_at_once_have_one_author(closed: Proxy) -> None:
+async def test_the_judges_reward_wins_over_simultaneous_ones_of_the_agent(closed: Proxy) -> None:
     session = await played(closed, "both")
     bodies = [(session["api_key"], 1000), (session["judge_key"], 0.5)] * 5
     answers = await asyncio.gather(

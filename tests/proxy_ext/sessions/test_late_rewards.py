@@ -25,7 +25,7 @@ GRADERS = "tests.support.graders"
 ROOT = str(Path(__file__).resolve().parents[3])
 
 
-async def test_a_reward_that_comes_in_time(proxy: Proxy) -> None:
+async def test_a_reward_that_comes_in_time_finalizes_the_awaiting_session(proxy: Proxy) -> None:
     session = await awaiting(proxy, 600)
     key = session["api_key"]
     assert await proxy.lease() == []
@@ -39,7 +39,7 @@ async def test_a_reward_that_comes_in_time(proxy: Proxy) -> None:
     assert [i.reward for i in trajectory.interactions] == [2]
 
 
-async def test_it_counts_as_buffered(start: Start) -> None:
+async def test_a_session_that_awaits_its_reward_counts_as_buffered(start: Start) -> None:
     """It makes no calls, and its tokens grow old: staleness is bounded by what is buffered."""
     proxy = await start("sessions.reward_deadline=77", admit=10)
     session = await awaiting(proxy)
@@ -182,7 +182,7 @@ async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_p
     await until(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the worker is gone")
 
 
-async def test_what_ails_one_grade_leaves_no_other_without_an_end(
+async def test_a_failing_grade_leaves_no_other_grade_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its processes end with the pool: whoever waits for one of them must hear of it."""
@@ -205,7 +205,7 @@ async def test_what_ails_one_grade_leaves_no_other_without_an_end(
         await grader.close()
 
 
-async def test_a_grader_that_is_not_there() -> None:
+async def test_a_missing_grader_fails_its_check() -> None:
     for name in (f"{GRADERS}.missing", "tests.no_such_module.f", f"{GRADERS}.not_callable"):
         grader = Grader(name, timeout=30)
         with pytest.raises(GraderFailed):

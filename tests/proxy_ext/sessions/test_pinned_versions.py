@@ -27,7 +27,9 @@ async def pinned(proxy: Proxy, version: Any = "current") -> dict[str, Any]:
     return await proxy.open(mode="eval", version=version)
 
 
-async def test_calls_of_the_pinned_version_go_through(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_calls_under_the_pinned_version_are_answered(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     await update(proxy, engine, 3)
     for version in ("current", 3):
         session = await pinned(proxy, version)
@@ -37,7 +39,7 @@ async def test_calls_of_the_pinned_version_go_through(proxy: Proxy, engine: Scri
         assert (now["pinned_version"], now["first_version"], now["last_version"]) == (3, 3, 3)
 
 
-async def test_another_version_is_refused_at_the_opening(proxy: Proxy) -> None:
+async def test_an_open_that_pins_another_version_is_refused(proxy: Proxy) -> None:
     response = await proxy.post("/rl/v1/start_session", {"mode": "eval", "version": 7})
     error = refusal(response, 409, "version_gone", "")
     assert (error["pinned"], error["serving"]) == (7, 0)
@@ -49,7 +51,7 @@ async def test_another_version_is_refused_at_the_opening(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_after_an_update_its_calls_are_refused(
+async def test_calls_of_a_pinned_session_are_refused_after_an_update(
     proxy: Proxy, engine: ScriptedEngine, stream: bool
 ) -> None:
     session, free = await pinned(proxy), await proxy.open(mode="eval")
@@ -64,7 +66,9 @@ async def test_after_an_update_its_calls_are_refused(
     assert (await finalize(proxy, session, final_reward=1))["state"] == "evaluated"
 
 
-async def test_a_call_that_an_update_cuts_off(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_pinned_call_that_an_update_cuts_off_is_refused_and_untrainable(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     session = await pinned(proxy)
     go = engine.hold(3)
     agent = Agent(proxy, engine, session)
@@ -81,7 +85,9 @@ async def test_a_call_that_an_update_cuts_off(proxy: Proxy, engine: ScriptedEngi
     refusal(await agent.ask(1), 409, "version_gone", "")
 
 
-async def test_a_stream_that_an_update_cuts_off(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_pinned_stream_that_an_update_cuts_off_ends_with_an_error(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     session = await pinned(proxy)
     go = engine.hold(3)
     streaming = asyncio.create_task(proxy.stream(session["api_key"]))
@@ -96,7 +102,9 @@ async def test_a_stream_that_an_update_cuts_off(proxy: Proxy, engine: ScriptedEn
     assert recorded.untrainable_reason == "version_gone"
 
 
-async def test_a_call_that_waits_out_the_update(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_pinned_call_that_waits_out_an_update_is_refused_unrecorded(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     """It was let in before, and nothing was sampled of it."""
     session = await pinned(proxy)
     await proxy.client.pause(ttl=60)

@@ -126,7 +126,7 @@ BAD_BODIES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-async def test_bodies_that_are_no_reward(proxy: Proxy) -> None:
+async def test_bodies_that_are_no_reward_are_refused(proxy: Proxy) -> None:
     id, key, _ = await begun(proxy)
     for path, bodies in BAD_BODIES.items():
         for body in bodies:
@@ -228,7 +228,7 @@ async def test_a_long_history_shows_its_end(proxy: Proxy) -> None:
     assert await give(proxy, key, final_reward=1, name="x") == 300
 
 
-async def test_what_cannot_be_written_changes_nothing(proxy: Proxy) -> None:
+async def test_a_reward_that_cannot_be_written_changes_nothing(proxy: Proxy) -> None:
     id, key, completion = await begun(proxy)
     await give(proxy, key, reward=1)
     with unwritable(proxy.service.journal, SetReward):
@@ -247,7 +247,7 @@ async def test_what_cannot_be_written_changes_nothing(proxy: Proxy) -> None:
     assert (await proxy.post("/rl/v1/finalize", {"final_reward": 2}, key)).status_code == 200
 
 
-async def test_without_require_reward_it_is_said(start: Start) -> None:
+async def test_a_missing_reward_is_said_to_count_as_0(start: Start) -> None:
     proxy = await start("sessions.require_reward=false", admit=10)
     said = "no reward was given: it counts as 0 (sessions.require_reward=false)"
     ids = []
@@ -268,7 +268,7 @@ async def test_without_require_reward_it_is_said(start: Start) -> None:
         await proxy.client.ack(owner="trainer", trained=ids, rejected=[])
 
 
-async def test_rewards_of_a_migrated_row_without_history(proxy: Proxy) -> None:
+async def test_rewards_add_to_a_migrated_one_that_has_no_history(proxy: Proxy) -> None:
     """A journal of version 1 kept the value alone."""
     id, key, _ = await begun(proxy)
     session = proxy.service.sessions.live[id]

@@ -38,7 +38,7 @@ async def slots(proxy: Proxy) -> tuple[int, int, int]:
     return now["admitted"], now["reserved"], now["running"]
 
 
-async def test_what_an_open_answers(start: Start) -> None:
+async def test_an_open_answers_with_the_session_and_its_key(start: Start) -> None:
     proxy = await start("sessions.ttl=100")
     session = await proxy.open(task_id="task", mode="eval", ttl=60, metadata={"a": [1]})
     assert session["session_id"].startswith("ses-0-")
@@ -53,7 +53,7 @@ async def test_what_an_open_answers(start: Start) -> None:
     assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
 
-async def test_the_limit_is_of_sessions_ever_admitted(start: Start) -> None:
+async def test_the_limit_counts_every_session_ever_admitted(start: Start) -> None:
     proxy = await start()
     await refused(proxy, 429, "no_capacity")
     for _ in range(3):  # a repeated message changes nothing
@@ -252,7 +252,7 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
     assert (await one).status_code == 200
 
 
-async def test_the_queue_is_told_in_its_order(start: Start) -> None:
+async def test_capacity_tells_the_waiting_opens_in_their_order(start: Start) -> None:
     proxy = await start()
     opens = []
     for fields in ({"group_id": "g", "group_size": 3}, {}, {"task_id": "t", "group_size": 2}):
@@ -267,7 +267,7 @@ async def test_the_queue_is_told_in_its_order(start: Start) -> None:
     await asyncio.gather(*opens)
 
 
-async def test_one_that_did_not_wait_is_remembered_until_it_is_served(start: Start) -> None:
+async def test_an_open_that_did_not_wait_is_remembered_until_served(start: Start) -> None:
     proxy = await start()
     for _ in range(2):  # asking twice is one wish
         response = await proxy.http.post(
@@ -290,7 +290,9 @@ async def test_one_that_did_not_wait_is_remembered_until_it_is_served(start: Sta
     assert (await proxy.capacity())["queue"] == [1]
 
 
-async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remembered_opens_are_forgotten_in_time_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slots = Admission(max_waiting=9)
     for number in range(200):
         slots.remember(f"g{number}", 1)
@@ -302,7 +304,7 @@ async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.Monk
     assert slots.queue == [5] + [1] * (admission.MAX_SHOWN - 1)
 
 
-async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
+async def test_a_late_message_of_the_trainer_does_not_undo_a_newer_limit(proxy: Proxy) -> None:
     held = (await proxy.finished_session())["session_id"]
     await proxy.lease()
     for number, limit, expected in ((7, 20, 20), (8, 3, 3), (7, 50, 3), (8, 4, 4)):

@@ -49,7 +49,7 @@ def test_the_table_is_whole_and_leads_to_one_state_at_a_time() -> None:
         assert len({t.after for t in lines}) <= 1
 
 
-def test_who_may_is_what_the_scopes_say() -> None:
+def test_each_event_is_allowed_to_the_scopes_of_the_table() -> None:
     scopes = {
         "the session's key, its tenant, an admin": AGENTS,
         "the session's key, its judge, its tenant, an admin": JUDGES,
@@ -190,7 +190,7 @@ def mode_of(state: SessionState) -> SessionMode:
     return SessionMode.EVAL if state is SessionState.EVALUATED else SessionMode.TRAIN
 
 
-async def test_awaiting_once_more_moves_no_deadline(proxy: Proxy) -> None:
+async def test_awaiting_a_reward_again_moves_no_deadline(proxy: Proxy) -> None:
     session = await played(proxy)
     key, wait = session["api_key"], {"await_reward": True}
     await ok(proxy.post("/rl/v1/finalize", {**wait, "deadline": 50, "final_reward": 2}, key))
@@ -202,7 +202,7 @@ async def test_awaiting_once_more_moves_no_deadline(proxy: Proxy) -> None:
     assert (await info(proxy, session))["final_reward"] == 3
 
 
-async def test_what_a_session_shows(proxy: Proxy) -> None:
+async def test_session_info_shows_state_times_and_rewards(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t", group_size=1, ttl=100)
     key, id = session["api_key"], session["session_id"]
     completion = (await proxy.complete(key))["id"]

@@ -67,7 +67,7 @@ async def talk(proxy: Proxy, engine: ScriptedEngine, key: str, turns: int) -> li
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_nothing_that_is_said_is_on_disk_or_in_memory(
+async def test_without_kept_texts_nothing_said_is_on_disk_or_in_memory(
     start: Start, engine: ScriptedEngine, tmp_path: Path, kept: bool
 ) -> None:
     settings = ("sessions.group_size=1", "sessions.min_group_size=1")
@@ -111,7 +111,7 @@ async def unheard(agent: Agent, text: str) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_retry_is_told_what_was_said(
+async def test_a_retry_is_answered_although_texts_are_not_kept(
     start: Start, engine: ScriptedEngine, tmp_path: Path, restarted: bool
 ) -> None:
     """While the call waits for it, and by its ids in the next process."""

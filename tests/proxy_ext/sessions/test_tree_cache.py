@@ -91,7 +91,7 @@ async def walk(proxy: Proxy, engine: ScriptedEngine, seed: int) -> tuple[list[An
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_session_that_was_let_go_is_the_same(
+async def test_a_session_read_back_from_the_journal_behaves_the_same(
     start: Start, engine: ScriptedEngine, tmp_path: Any, seed: int
 ) -> None:
     warm = await start(f"root={tmp_path / 'warm'}", admit=100)
@@ -138,7 +138,7 @@ async def cold(start: Start) -> Proxy:
     return await start(COLD, admit=100)
 
 
-async def test_whoever_wants_it_shares_one_reading_that_may_fail(
+async def test_simultaneous_readers_of_a_tree_share_one_reading(
     cold: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, trees = await one(cold)
@@ -166,7 +166,7 @@ async def test_whoever_wants_it_shares_one_reading_that_may_fail(
     assert (reads, len(session.tree)) == (2, 1)
 
 
-async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_tree_in_use_is_not_evicted(cold: Proxy, engine: ScriptedEngine) -> None:
     session, trees = await one(cold)
     await trees.load(session)
     async with session.lock:
@@ -188,7 +188,7 @@ async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine)
     assert trees.bytes == len(trees) == 0
 
 
-async def test_what_nobody_has_wanted_for_longest_goes_first(start: Start) -> None:
+async def test_the_least_recently_wanted_tree_is_evicted_first(start: Start) -> None:
     proxy = await start(admit=100)
     trees = proxy.service.sessions.trees
     opened = [await played(proxy) for _ in range(3)]

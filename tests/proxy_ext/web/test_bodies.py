@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("container", ["list", "object"])
-async def test_nesting_is_bounded(proxy: Proxy, container: str) -> None:
+async def test_deeply_nested_bodies_are_refused(proxy: Proxy, container: str) -> None:
     key = (await proxy.open())["api_key"]
     for levels, status in ((60, 200), (65, 400), (200, 400)):
         deep: Any = "x"
@@ -58,7 +58,7 @@ async def test_rl_bodies_are_read_strictly(proxy: Proxy) -> None:
     assert not proxy.service.sessions.live
 
 
-async def test_what_cannot_fit_is_refused_unread(
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy = await start("engine.context_length=64")
@@ -158,7 +158,7 @@ async def test_compressed_bodies_are_read(proxy: Proxy, coding: str, pack: Any) 
     assert len(await proxy.recorded(session["session_id"])) == 1
 
 
-async def test_codings_that_are_not_taken_are_named(proxy: Proxy) -> None:
+async def test_unsupported_content_codings_are_refused_by_name(proxy: Proxy) -> None:
     key = (await proxy.open())["api_key"]
     for path in (CHAT, "/v1/messages", "/rl/v1/set_reward"):
         for body, coding, status, code, taken in (
@@ -171,7 +171,7 @@ async def test_codings_that_are_not_taken_are_named(proxy: Proxy) -> None:
             assert response.headers.get("accept-encoding") == taken
 
 
-async def test_the_limit_is_of_the_decoded_size(start: Start) -> None:
+async def test_the_body_limit_is_of_the_decoded_size(start: Start) -> None:
     proxy = await start("server.max_body_bytes=8192")
     await proxy.admit(1)
     key = (await proxy.open())["api_key"]

@@ -28,7 +28,7 @@ def table() -> LiteLLMRoutes:
 
 
 @pytest.mark.service
-def test_the_table_is_the_installed_litellms(table: LiteLLMRoutes) -> None:
+def test_the_route_table_lists_what_the_installed_litellm_serves(table: LiteLLMRoutes) -> None:
     # LiteLLM's app is module globals, and its late parts would stay loaded here.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -88,7 +88,7 @@ async def test_a_bad_head_is_answered_with_an_error(port: int, data: bytes) -> N
     assert refused(await exchange(port, data))
 
 
-async def test_a_long_body_is_no_long_head(port: int) -> None:
+async def test_a_long_body_is_not_refused_as_a_long_head(port: int) -> None:
     head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300000\r\n\r\n"
     last = GET.replace(b"Host", b"Connection: close\r\nHost")
     answer = await exchange(port, (head + b"x" * 300_000) * 2 + last)
@@ -109,7 +109,7 @@ async def test_a_head_must_come_in_time(
     assert answer.count(b"200 OK") == (1 if before else 0)
 
 
-async def test_what_comes_during_an_answer_does_not_end_it(
+async def test_bytes_that_come_during_an_answer_do_not_end_it(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as the empty line that some clients send behind a body: no head must follow it."""
@@ -171,7 +171,7 @@ class Wire:
         return head.split(b" ")[1]
 
 
-async def test_connections_above_the_bound_are_for_health(
+async def test_connections_above_the_bound_are_served_health_alone(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BoundedProtocol.limit, "most", BoundedProtocol.limit.open + 1)

@@ -42,7 +42,7 @@ async def test_a_rate_allows_a_burst_and_then_its_pace() -> None:
     assert await lab.allowed() == 50, "rest is not saved up beyond the burst"
 
 
-async def test_the_wait_is_what_the_bucket_needs() -> None:
+async def test_a_refused_request_is_told_how_long_its_bucket_needs() -> None:
     lab = Lab(requests_per_second=1)
     assert await lab.allowed() == 5
     with pytest.raises(TooManyRequests) as refused:
@@ -119,7 +119,7 @@ async def test_each_rank_enforces_its_share_rounded_up() -> None:
     assert refused.value.headers()["Retry-After"] == "6", "five of ten are owed at one a second"
 
 
-async def test_nobody_else_is_held_up() -> None:
+async def test_a_tenant_over_its_quota_holds_no_other_up() -> None:
     lab = Lab(open_sessions=1, requests_per_second=1, tokens_per_second=1)
     lab.limits["bob"] = lab.limits["alice"]
     await lab.quotas.begin_open("alice")

@@ -96,7 +96,7 @@ def killed_while_it_holds(run: Run) -> int:
 # -- open sessions ---------------------------------------------------------------------------------
 
 
-async def test_never_more_open_than_the_limit(run: Run) -> None:
+async def test_all_ranks_together_never_open_more_sessions_than_the_limit(run: Run) -> None:
     """Eight ranks open and end sessions at random, and some openers leave."""
     ranks, chance = await run.ranks(open_sessions=LIMIT), random.Random(1)
     most, refused, left = 0, 0, 0

@@ -74,7 +74,9 @@ async def played(client: ArealClient) -> tuple[Episode, dict[str, Any], dict[str
     return episode, first, second
 
 
-async def test_an_episode(proxy: Proxy, client: ArealClient) -> None:
+async def test_an_episode_of_areals_client_is_rewarded_and_exported(
+    proxy: Proxy, client: ArealClient
+) -> None:
     assert await client.health() == {"status": "ok", "workers": 1}
     assert await client.grant_capacity() == {"capacity": 1}
     episode = await client.start("task")
@@ -103,7 +105,7 @@ async def test_an_episode(proxy: Proxy, client: ArealClient) -> None:
         assert row["attention_mask"].all()
 
 
-async def test_one_row_for_a_conversation(client: ArealClient) -> None:
+async def test_the_concat_style_exports_one_row_for_a_conversation(client: ArealClient) -> None:
     episode, _, second = await played(client)
     rows = await client.export(episode.session_id, style="concat")
     assert list(rows) == [second["id"]]
@@ -112,7 +114,7 @@ async def test_one_row_for_a_conversation(client: ArealClient) -> None:
     assert rows[second["id"]]["loss_mask"].sum() == sum(masks)
 
 
-async def test_as_the_first_documents_had_it(start: Start) -> None:
+async def test_the_session_id_before_the_path_works_without_keys(start: Start) -> None:
     """Without keys, the session's id before the path, with /v1 and without."""
     proxy = await start()
     async with ArealClient(proxy.url, None) as client:
@@ -132,7 +134,7 @@ async def test_as_the_first_documents_had_it(start: Start) -> None:
         assert [row["reward"] for row in rows.values()] == [0.25, 0.5]
 
 
-async def test_no_task_is_needed(proxy: Proxy, client: ArealClient) -> None:
+async def test_a_session_starts_without_a_task(proxy: Proxy, client: ArealClient) -> None:
     """The first session of all is called as the documents call it."""
     await client.grant_capacity()
     for _ in range(2):
@@ -242,7 +244,7 @@ async def test_the_next_episode_waits_for_its_slot(proxy: Proxy, client: ArealCl
     assert (await following).session_id == "task-0-1"
 
 
-async def test_a_client_that_leaves_while_its_session_is_ended(
+async def test_a_session_ends_although_its_client_leaves_meanwhile(
     proxy: Proxy, client: ArealClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session ends in memory, too: its lane and its group would wait for it otherwise."""
@@ -364,7 +366,9 @@ async def test_bad_starts_and_exports_of_nothing_are_refused(
             await client.export(name)
 
 
-async def test_who_may_do_what(proxy: Proxy, client: ArealClient) -> None:
+async def test_wrong_and_session_keys_may_not_grant_start_or_export(
+    proxy: Proxy, client: ArealClient
+) -> None:
     episode = await granted(client)
     for path, body in (
         ("/grant_capacity", {}),
@@ -414,7 +418,7 @@ async def interactions(proxy: Proxy, client: ArealClient, session_id: str) -> li
     return list(out["interactions"].values())
 
 
-async def test_an_export_says_what_was_said(proxy: Proxy, client: ArealClient) -> None:
+async def test_an_export_has_the_messages_that_were_said(proxy: Proxy, client: ArealClient) -> None:
     episode, first, second = await played(client)
     said = first["choices"][0]["message"]["content"]
     root, child = await interactions(proxy, client, episode.session_id)
@@ -429,7 +433,9 @@ async def test_an_export_says_what_was_said(proxy: Proxy, client: ArealClient) -
         assert one["model_response"]["stop_reason"] == reason
 
 
-async def test_an_export_of_another_apis_call(proxy: Proxy, client: ArealClient) -> None:
+async def test_calls_of_other_apis_are_exported_as_chat_completions(
+    proxy: Proxy, client: ArealClient
+) -> None:
     for path, body in (
         ("responses", {"input": "x", "max_output_tokens": 16}),
         ("completions", {"prompt": "x"}),
@@ -445,7 +451,7 @@ async def test_an_export_of_another_apis_call(proxy: Proxy, client: ArealClient)
         assert one["completion"]["choices"][0]["message"] == said
 
 
-async def test_an_export_of_a_tool_call(
+async def test_an_exported_tool_call_is_the_one_that_was_answered(
     proxy: Proxy, client: ArealClient, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     episode = await granted(client)
@@ -460,7 +466,7 @@ async def test_an_export_of_a_tool_call(
     assert one["model_response"]["stop_reason"] == "stop"
 
 
-async def test_an_export_without_texts(start: Start) -> None:
+async def test_an_export_without_kept_texts_has_empty_messages(start: Start) -> None:
     proxy = await start(f"server.admin_key={ADMIN}", "sessions.store_content=false")
     async with ArealClient(proxy.url, ADMIN) as client:
         episode, *_ = await played(client)

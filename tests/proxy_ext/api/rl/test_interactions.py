@@ -22,7 +22,7 @@ async def shown(proxy: Proxy, id: str, rest: str = "", **query: Any) -> dict[str
     return dict(response.json())
 
 
-async def test_calls_with_their_tree_and_their_rewards(proxy: Proxy) -> None:
+async def test_interactions_are_shown_with_their_tree_and_rewards(proxy: Proxy) -> None:
     session = await talk(proxy)
     id, key = session["session_id"], session["api_key"]
     first, second, other = await proxy.recorded(id)
@@ -46,7 +46,9 @@ async def test_calls_with_their_tree_and_their_rewards(proxy: Proxy) -> None:
     assert calls[1]["logprob_mean"] == pytest.approx(float(second.output_logprobs.mean()))
 
 
-async def test_pages_by_number_and_by_length(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_of_interactions_are_bounded_by_number_and_length(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     id = (await talk(proxy))["session_id"]
     page = await shown(proxy, id, start=1, limit=1)
     assert ([c["number"] for c in page["interactions"]], page["next"]) == ([2], 2)
@@ -66,7 +68,7 @@ async def test_pages_by_number_and_by_length(proxy: Proxy, monkeypatch: pytest.M
     assert text == f"{HELLO[0]['content'][:7]} … ({len(HELLO[0]['content']) - 7} more characters)"
 
 
-async def test_tokens_are_the_recorded_ones(proxy: Proxy) -> None:
+async def test_shown_tokens_are_the_recorded_ones(proxy: Proxy) -> None:
     id = (await talk(proxy))["session_id"]
     one = (await proxy.recorded(id))[1]
     got = await shown(proxy, id, f"/{one.id}/tokens")
@@ -106,7 +108,7 @@ async def test_a_run_that_keeps_no_texts_shows_ids_alone(start: Start) -> None:
     assert (await shown(proxy, id))["interactions"][0]["message_delta"] == []
 
 
-async def test_what_is_archived_is_said_to_be(start: Start) -> None:
+async def test_archived_interactions_are_said_to_be_archived(start: Start) -> None:
     proxy = await start()
     session = await proxy.open(mode="eval")
     await proxy.complete(session["api_key"])

@@ -39,7 +39,7 @@ async def test_ended_sessions_are_listed_too(proxy: Proxy) -> None:
     assert await listed(proxy, state="leased") == []
 
 
-async def test_an_archived_one_says_so(start: Start) -> None:
+async def test_an_archived_session_is_listed_as_archived(start: Start) -> None:
     proxy = await start()
     session = await proxy.open(mode="eval")
     await proxy.complete(session["api_key"])
@@ -78,14 +78,14 @@ async def test_pages_go_through_all_sessions_once(proxy: Proxy) -> None:
         assert (await proxy.http.get(f"/rl/v1/sessions?{query}")).status_code == 400, query
 
 
-async def test_groups_by_the_name_that_was_given(proxy: Proxy) -> None:
+async def test_sessions_are_found_by_the_given_name_of_their_group(proxy: Proxy) -> None:
     for _ in range(2):
         await proxy.open(group_id="g", group_size=2)
     await proxy.open(group_id="h", group_size=2)
     assert [s["group_id"] for s in await listed(proxy, group_id="g")] == ["g", "g"]
 
 
-async def test_sessions_by_their_final_reward(proxy: Proxy) -> None:
+async def test_sessions_are_filtered_by_their_final_reward(proxy: Proxy) -> None:
     for reward in (0.0, 0.5, 1.0):
         await proxy.finished_session(reward=reward, group_size=1)
     await proxy.open()
@@ -99,7 +99,9 @@ async def test_sessions_by_their_final_reward(proxy: Proxy) -> None:
     assert (await proxy.http.get("/rl/v1/sessions?min_reward=nan")).status_code == 400
 
 
-async def test_sessions_by_a_part_of_their_reason_and_by_their_opening(proxy: Proxy) -> None:
+async def test_sessions_are_filtered_by_a_part_of_their_reason_and_by_opening_time(
+    proxy: Proxy,
+) -> None:
     opened = [await proxy.open(mode="eval") for _ in range(3)]
     first, second, third = (one["session_id"] for one in opened)
     for id, reason in ((first, "Tool FAILED: no such file"), (second, "100% done")):
@@ -119,7 +121,7 @@ async def test_sessions_by_a_part_of_their_reason_and_by_their_opening(proxy: Pr
         assert (await proxy.http.get(f"/rl/v1/sessions?{wrong}")).status_code == 400, wrong
 
 
-async def test_a_tenant_sees_its_own(start: Start) -> None:
+async def test_a_tenant_is_listed_its_own_sessions_alone(start: Start) -> None:
     proxy = await start(ADMIN)
     await proxy.admit(9)
     tenants = Tenants(proxy)

@@ -52,7 +52,7 @@ async def test_every_body_can_stand_in_a_query() -> None:
 # -- the documents' signatures ---------------------------------------------------------------------
 
 
-async def test_an_episode_in_urls(proxy: Proxy) -> None:
+async def test_a_whole_episode_can_be_asked_for_in_urls(proxy: Proxy) -> None:
     opened = await proxy.http.post("/rl/v1/start_session?mode=eval&ttl=60&metadata={%22a%22:1}")
     session = opened.json()
     assert (session["mode"], session["expires_in"]) == ("eval", 60)
@@ -74,7 +74,7 @@ async def test_an_episode_in_urls(proxy: Proxy) -> None:
     assert (final.json()["state"], final.json()["final_reward"]) == ("evaluated", 1.0)
 
 
-async def test_areals_episode_in_urls(proxy: Proxy) -> None:
+async def test_a_whole_episode_of_areal_can_be_asked_for_in_urls(proxy: Proxy) -> None:
     await proxy.http.post("/grant_capacity?task_id=t")
     opened = (await proxy.http.post("/rl/start_session?task_id=t")).json()
     assert opened["session_id"] == "t-0-0"
@@ -104,7 +104,7 @@ async def test_rewards_by_name_are_json_and_trainers_speak_in_urls_too(proxy: Pr
 # -- both, and neither -----------------------------------------------------------------------------
 
 
-async def test_what_is_refused_changes_nothing(proxy: Proxy) -> None:
+async def test_a_refused_query_changes_nothing(proxy: Proxy) -> None:
     session = await proxy.open()
     key = session["api_key"]
     await proxy.complete(key)
@@ -131,7 +131,7 @@ async def test_what_is_refused_changes_nothing(proxy: Proxy) -> None:
         assert response.json()["reward"] == 1
 
 
-async def test_sessions_that_differ(proxy: Proxy) -> None:
+async def test_different_sessions_in_url_and_body_are_refused(proxy: Proxy) -> None:
     first, second = await proxy.open(), await proxy.open()
     response = await proxy.post(
         f"/rl/v1/finalize?session_id={first['session_id']}", {"session_id": second["session_id"]}
@@ -178,7 +178,7 @@ async def test_a_read_may_name_its_session(proxy: Proxy) -> None:
     assert (await proxy.http.get("/rl/v1/run?session_id=none")).status_code == 404
 
 
-async def test_a_route_of_no_session_may_name_one(proxy: Proxy) -> None:
+async def test_a_session_named_at_a_route_that_needs_none_is_accepted(proxy: Proxy) -> None:
     first, second = await proxy.open(), await proxy.open()
     path = f"/rl/v1/start_session?mode=eval&session_id={second['session_id']}"
     response = await proxy.post(path, {}, **{"X-Any-Agent-Session": first["session_id"]})
@@ -192,7 +192,7 @@ async def test_a_route_of_no_session_may_name_one(proxy: Proxy) -> None:
     refused(await proxy.http.get("/rl/v1/capacity?session_id="), "session_id")
 
 
-async def test_a_key_is_of_what_is_asked_for_wherever_it_stands(proxy: Proxy) -> None:
+async def test_an_idempotency_key_treats_query_and_body_fields_alike(proxy: Proxy) -> None:
     headers = {"Idempotency-Key": "k"}
 
     async def ask(query: str, body: dict[str, Any]) -> httpx.Response:
