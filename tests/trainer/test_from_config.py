@@ -74,7 +74,9 @@ def test_the_rate_falls_towards_the_least_share(kind: str) -> None:
         (["train.kl_coef=-0.1"], "train.kl_coef"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(given: list[str], said: str) -> None:
+def test_settings_that_contradict_each_other_are_refused_by_name(
+    given: list[str], said: str
+) -> None:
     with fails_with(ConfigError, said):
         load_config(None, given, {})
 

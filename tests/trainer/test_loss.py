@@ -90,7 +90,7 @@ def test_old_tokens_neither_raise_nor_hide_the_mismatch_of_fresh_ones(error: flo
 
 @pytest.mark.parametrize("which", ["logprobs", "behaviour", "advantages", "proximal"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_raises_with_its_place(which: str, bad: float) -> None:
+def test_an_input_that_is_not_finite_raises_with_its_place(which: str, bad: float) -> None:
     tensors = {k: torch.zeros(3) for k in ("logprobs", "behaviour", "advantages", "proximal")}
     tensors[which][1] = bad
     with fails_with(FloatingPointError, "session x, token 1", "1 of 3"):
@@ -113,7 +113,7 @@ def test_a_ratio_that_overflows_raises_instead_of_a_nan_gradient() -> None:
         )
 
 
-def test_shapes_and_n_are_checked() -> None:
+def test_wrong_shapes_and_token_counts_are_refused() -> None:
     z = torch.zeros(2)
     with fails_with(ValueError, "shape"):
         GRPO(z, LossInputs(z[:1], z), total_tokens=2, config=LossConfig())
@@ -140,6 +140,6 @@ def test_a_loss_named_alone_has_the_constants_that_settings_give_it(name: str) -
         *({"k_pos": -1}, {"k_neg": -1}, {"lambda_pos": 0}, {"lambda_neg": 0}),
     ],
 )
-def test_constants_are_checked(wrong: dict[str, float]) -> None:
+def test_constants_of_a_loss_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         LossConfig(**wrong)

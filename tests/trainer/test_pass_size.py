@@ -82,7 +82,7 @@ def test_the_bytes_of_a_token_are_those_that_a_pass_keeps(name: str) -> None:
     assert found <= token_bytes(SHAPES[name], 4, checkpointing=False) <= 1.4 * found
 
 
-def test_shapes_that_name_their_sizes_otherwise() -> None:
+def test_bytes_of_a_token_are_found_for_models_that_name_sizes_otherwise() -> None:
     two = GPT2Config(n_embd=64, n_layer=2, n_head=4)
     assert token_bytes(two, 4, checkpointing=False) == 2.5 * 4 * (8 * 64 + 5 * 128 + 4 * 256)
     few = Qwen3MoeConfig(num_experts_per_tok=2, moe_intermediate_size=512, intermediate_size=768)

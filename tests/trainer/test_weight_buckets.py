@@ -47,7 +47,9 @@ def _saved(policy: Policy, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("nbytes", [1, 5000, 1 << 30])
-def test_buckets_are_the_checkpoint(tmp_path: Path, nbytes: int) -> None:
+def test_buckets_hold_the_checkpoints_weights_within_their_size(
+    tmp_path: Path, nbytes: int
+) -> None:
     policy = small_policy(dtype=torch.float32)
     expected, got = _saved(policy, tmp_path), _all(policy, nbytes)
     assert_same(got, expected, atol=0)
