@@ -120,7 +120,7 @@ def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
                 assert a == pytest.approx((r - mean) / (std + STD_FLOOR) if c else 0.0)
 
 
-def test_reinforce_pp_advantages_take_the_groups_mean_then_scale_by_the_batch() -> None:
+def test_reinforce_pp_centres_on_the_group_and_scales_by_the_batch() -> None:
     got = estimate_advantages(UNEVEN, config("reinforce_pp_baseline"))
     batch = [score for k in STAYS for score in SCORES[k]]
     means = [statistics.fmean(s if len(s) > 1 else batch) for s in SCORES]

@@ -76,7 +76,7 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl rloo, kl": partial(trl.test_rloo_advantages_and_gradients_equal_those_of_trl, False, 0.2),
     "leave one out": advantage.test_rloo_advantages_compare_with_the_other_sessions_of_the_group,
     "batch": advantage.test_the_batchs_mean_and_deviation_hold_by_law,
-    "batch of groups": advantage.test_reinforce_pp_advantages_take_the_groups_mean_then_scale_by_the_batch,
+    "batch of groups": advantage.test_reinforce_pp_centres_on_the_group_and_scales_by_the_batch,
     "deviation of the batch": advantage.test_grpo_advantages_can_be_scaled_by_the_batchs_deviation,
     **{f"mean, {name}": partial(batch.mean_law, name) for name in ("session", "turn", "constant")},
     "long outputs": batch.test_long_outputs_lose_reward_each_by_itself,
