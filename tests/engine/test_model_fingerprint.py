@@ -66,7 +66,7 @@ async def test_ids_are_judged_before_they_reach_the_engine(
 
 
 @pytest.mark.parametrize("size", [99, 100, 101])
-async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> None:
+async def test_an_engine_with_more_or_fewer_ids_than_the_model_is_refused(size: int) -> None:
     """SGLang does not tell it."""
     scripted = ScriptedEngine(incremental=True)
     scripted.vocabulary = size
@@ -78,7 +78,7 @@ async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> 
             await client.require_model()
 
 
-async def test_one_that_comes_back_as_another_model_is_away(
+async def test_an_engine_that_comes_back_as_another_model_gets_no_calls(
     scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted.vocabulary = 100

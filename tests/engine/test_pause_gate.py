@@ -79,7 +79,7 @@ async def test_calls_that_ask_at_the_same_time_share_a_question() -> None:
     assert engine.questions == 2
 
 
-async def test_closing_ends_the_questions() -> None:
+async def test_closing_an_outage_ends_its_questions_to_the_engine() -> None:
     engine = Asked()
     outage = Outage(engine, max_wait=60)
     engine.answer.clear()

@@ -182,7 +182,9 @@ BAD: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_refused_before_the_model(engine: EmbeddedEngine, name: str) -> None:
+async def test_wrong_parameters_are_refused_before_the_model_runs(
+    engine: EmbeddedEngine, name: str
+) -> None:
     for value in BAD[name]:
         change = {name: value} if name != "input_ids" else {}
         with pytest.raises(InvalidRequest):

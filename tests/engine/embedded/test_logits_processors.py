@@ -116,7 +116,7 @@ async def test_what_is_generated_follows_its_grammar(
         state.push(token)
 
 
-async def test_it_tells_which_tokens_a_grammar_decided(
+async def test_answers_mark_the_tokens_that_a_grammar_decided(
     engine: EmbeddedEngine, loaded: LoadedModel
 ) -> None:
     """Judged by a fresh pass over the whole context, of the model without any grammar."""
@@ -160,7 +160,7 @@ async def test_it_tells_which_tokens_a_grammar_decided(
         "nonsense",
     ],
 )
-async def test_what_is_no_grammar_is_refused(engine: EmbeddedEngine, grammar: str) -> None:
+async def test_a_text_that_is_no_grammar_is_refused(engine: EmbeddedEngine, grammar: str) -> None:
     with fails_with(InvalidRequest, param="grammar"):
         await agenerate(engine, request("r", prompt(5), grammar=grammar))
 
