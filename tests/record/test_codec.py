@@ -166,7 +166,7 @@ def test_a_wrong_field_is_named(make: Make, field: str) -> None:
         unpack_interaction(msgpack.packb(plain))
 
 
-def test_wrong_runs_of_versions(make: Make) -> None:
+def test_wrong_runs_of_versions_are_refused_by_name(make: Make) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
     at = FIELDS.index("output_versions")
     assert plain["interaction"][at] == np.array([2, 7], "<i4").tobytes()
@@ -228,7 +228,7 @@ def test_what_was_written_in_format_3_is_read(make: Make) -> None:
     assert len(pack_interaction(expected)) == len(written)
 
 
-def test_a_wrong_setting_that_bends_the_distribution(make: Make) -> None:
+def test_wrong_sampling_settings_in_a_record_are_refused_by_name(make: Make) -> None:
     bent = GenerationHyperparameters(min_p=0.1, logit_bias=((5, -1.0),), grammar="{}")
     plain = msgpack.unpackb(pack_interaction(make("a", gconfig=bent)))
     right = list(plain["interaction"][-1])

@@ -82,7 +82,7 @@ async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
     await ranks.close()
 
 
-async def test_all_of_them_end_before_one_fails() -> None:
+async def test_calls_to_all_ranks_end_before_the_first_error_is_raised() -> None:
     ranks = RankClients(Path("nowhere"), FleetFile(None, 3))
     ended: list[int] = []
 

@@ -214,5 +214,5 @@ class WithStatus(Exception):
         (ValueError(), False),
     ],
 )
-def test_what_may_pass(error: Exception, passing: bool) -> None:
+def test_errors_that_may_pass_are_told_from_lasting_ones(error: Exception, passing: bool) -> None:
     assert is_transient(error) is passing

@@ -83,7 +83,9 @@ async def test_it_rewards_its_session_whatever_the_default_is(
     assert interaction.reward == 0.5
 
 
-async def test_a_grant_that_somebody_else_took(http: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def test_a_client_whose_grant_was_taken_starts_its_session_all_the_same(
+    http: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     client = client_of(http, proxy)
     await client.grant_capacity()
     async with ArealClient(proxy.url, ADMIN) as other:
@@ -95,7 +97,9 @@ async def test_a_grant_that_somebody_else_took(http: aiohttp.ClientSession, prox
     assert proxy.service.sessions.grants.left == 0
 
 
-async def test_what_goes_wrong_inside_aborts_it(http: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def test_an_error_inside_a_session_aborts_the_session(
+    http: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     client = client_of(http, proxy)
     await client.grant_capacity()
     with pytest.raises(RuntimeError):
@@ -171,7 +175,7 @@ async def test_lost_answers_make_nothing_happen_twice(
     await runner.cleanup()
 
 
-async def test_a_service_that_stays_away_or_refuses_the_key(
+async def test_a_service_that_stays_away_or_refuses_the_key_is_an_error(
     http: aiohttp.ClientSession, proxy: Proxy
 ) -> None:
     client = OpenAIProxyClient(http, "http://127.0.0.1:9", "task", patience=0.3)

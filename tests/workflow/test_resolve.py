@@ -57,7 +57,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_a_name_a_class_and_an_instance(script: Any) -> None:
+def test_a_workflow_is_found_by_name_class_or_instance(script: Any) -> None:
     for given in ("made_workflows.Mine", script.Mine):
         made: Any = resolve_workflow(given, {"turns": 2})
         assert isinstance(made, script.Mine)

@@ -64,7 +64,7 @@ def test_other_widths_become_the_documented_ones() -> None:
     assert checked_tensors(together)["input_ids"].dtype == torch.int32
 
 
-def test_what_training_alone_needs_may_be_missing_until_then() -> None:
+def test_fields_that_only_training_needs_may_be_missing_until_then() -> None:
     given = tensors([1, 2, 3], loss_mask=None, logprobs=None, versions=None, rewards=None)
     assert set(checked_tensors(given)) == {"input_ids", "attention_mask"}
     with fails_with(InvalidTrajectory, param="loss_mask"):
@@ -182,7 +182,7 @@ def test_a_wrong_reward_names_its_interaction() -> None:
         rows_of(episode)
 
 
-def test_nothing_is_of_newer_weights_than_there_are() -> None:
+def test_a_trained_token_of_newer_weights_than_exist_is_refused() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3])
     assert len(rows_of(given, newest=3)) == 2
     given["versions"][1, 2] = 9

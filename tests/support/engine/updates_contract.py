@@ -52,7 +52,7 @@ class UpdatesContract:
     """Nats that a log-probability may be off."""
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    async def test_logprobs_are_a_forward_pass(
+    async def test_logprobs_equal_those_of_a_forward_pass(
         self, url: str, models: list[Path], temperature: float
     ) -> None:
         for prompt in (IDS, PREFIX):
@@ -63,7 +63,9 @@ class UpdatesContract:
             )
             assert off <= self.rounding
 
-    async def test_an_update_by_disk_is_there_at_once(self, url: str, models: list[Path]) -> None:
+    async def test_an_update_by_disk_answers_at_once_with_the_new_weights(
+        self, url: str, models: list[Path]
+    ) -> None:
         """The new weights' log-probabilities, also behind a prompt that the old ones cached."""
         ask = body(max_new_tokens=20) | {"input_ids": PREFIX, "cache_salt": "same"}
         for version, model in ((1, models[1]), (2, models[0])):
