@@ -35,7 +35,7 @@ def loader(items: Any = ITEMS, **options: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"collate_fn": lambda items: items}], ids=["own", "list"])
-def test_items_come_back_exactly(options: dict[str, Any]) -> None:
+def test_items_come_back_exactly_from_a_collated_batch(options: dict[str, Any]) -> None:
     batches = [items_of(batch) for batch in loader(**options)]
     assert [len(batch) for batch in batches] == [2, 2, 1]
     back = [item for batch in batches for item in batch]

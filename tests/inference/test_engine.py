@@ -179,7 +179,7 @@ def test_a_script_can_ask_a_loaded_model_without_an_event_loop(trial: RunDir) ->
             model.initialize(**PLACE, root=root)
 
 
-async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
+async def test_closing_an_engine_fails_its_running_calls(models: list[Path]) -> None:
     engine = RemoteSGLangEngine()
     with fails_with(EngineUnavailable, "initialize"):
         await engine.agenerate(prompt="a")

@@ -95,7 +95,7 @@ def same(a: Interaction, b: Interaction) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(i=interactions())
-def test_an_interaction_comes_back(i: Interaction) -> None:
+def test_a_packed_interaction_comes_back_unchanged(i: Interaction) -> None:
     packed = pack_interaction(i)
     assert same(i, unpack_interaction(packed))
     assert pack_interaction(unpack_interaction(packed)) == packed
@@ -103,7 +103,7 @@ def test_an_interaction_comes_back(i: Interaction) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(items=st.lists(interactions(), max_size=3), metadata=OBJECT, final=st.none() | FINITE)
-def test_trajectories_come_back(
+def test_packed_trajectories_come_back_unchanged(
     items: list[Interaction], metadata: dict[str, Any], final: float | None
 ) -> None:
     named = {} if final is None else {"correct": final, "é": 2.0}

@@ -11,7 +11,7 @@ from tests.support.errors import fails_with
 from tests.support.records import Make
 
 
-def test_a_path_is_put_together(make: Make) -> None:
+def test_a_path_joins_the_prompts_and_outputs_of_its_interactions(make: Make) -> None:
     tree = InteractionTree()
     tree.add(make("a", prompt=[1, 2], output=[3]), b"ka")
     tree.add(make("b", "a", prompt=[4], output=[5, 6]), b"kb")

@@ -107,7 +107,9 @@ def test_a_session_names_its_rank(tmp_path: Path) -> None:
             ranks.home(wrong)
 
 
-async def test_the_ranks_follow_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_follow_the_fleet_as_ranks_come_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "POLL_INTERVAL", 0.0)
     path = tmp_path / "fleet.json"
     registry = tmp_path / "registry"

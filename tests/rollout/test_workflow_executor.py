@@ -48,7 +48,7 @@ def test_wait_returns_every_submitted_item_and_none_for_rejected_ones() -> None:
         assert e.rejected == {"returned_none": 2, "not_accepted": 4}
 
 
-def test_a_group_is_one_result() -> None:
+def test_the_runs_of_a_group_are_returned_as_one_result() -> None:
     workflow = Doing()
     with executor() as e:
         e.submit({"n": 7}, Doing(), group_size=4)
@@ -151,7 +151,7 @@ class Loader:
             yield all_of_them[k : k + self.batch_size]
 
 
-def test_batches_go_round_the_loader() -> None:
+def test_batches_begin_the_loader_anew_at_its_end() -> None:
     loader = Loader(6, 4)
     workflow = Doing(lambda data: REJECT if data["n"] == 2 else None)
     with executor() as e:
@@ -207,7 +207,7 @@ def test_a_loaders_items_come_again_where_their_batch_broke() -> None:
     assert [numbers(r) for r in batch] == [[0], [3], [4], [5]]
 
 
-def test_the_next_batch_is_made_meanwhile() -> None:
+def test_the_next_batch_is_sampled_while_the_trainer_works() -> None:
     workflow = Doing()
     data = items(100)
     with executor(batch_size=4, eta=1) as e:
@@ -342,7 +342,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
         assert len(e.sessions_batch(stream, workflow, timeout=60)) == 4
 
 
-def test_an_episode_knows_its_context() -> None:
+def test_an_episode_knows_its_task_and_sampling() -> None:
     sampling = GenerationHyperparameters(temperature=0.7)
     greedy = sampling.new(temperature=0.0)
     workflow = Doing()
@@ -411,7 +411,7 @@ def test_while_paused_only_evaluations_begin() -> None:
         assert e.wait_for_task(after, timeout=60) is not None
 
 
-def test_evaluations_have_places_of_their_own() -> None:
+def test_evaluations_run_beside_a_full_set_of_training_episodes() -> None:
     train, evaluation = Gated(), Gated()
     with executor(max_concurrent=2, eta=5) as e:
         for item in items(4):

@@ -197,7 +197,7 @@ async def test_malformed_http_is_answered_and_not_logged(
     assert not [record for record in caplog.records if record.levelno >= logging.INFO]
 
 
-async def test_a_bug_is_logged_and_not_told(
+async def test_an_unexpected_error_is_logged_and_hidden_from_the_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _running(8, monkeypatch) as port:

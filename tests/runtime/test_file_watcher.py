@@ -24,7 +24,7 @@ def number(content: bytes) -> int:
     return int(content)
 
 
-def test_a_change_is_seen(tmp_path: Path) -> None:
+def test_a_change_of_a_watched_file_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "n"
     watched = WatchedFile(path, number, 0, every=0.0)
     assert watched.get() == 0, "there was none"

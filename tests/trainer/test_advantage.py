@@ -43,7 +43,7 @@ def test_equal_scores_are_zero_variance_even_if_turns_differ() -> None:
     assert got.advantages == ((0.0, 0.0), (0.0, 0.0))
 
 
-def test_rounding_is_not_variance() -> None:
+def test_scores_that_differ_by_rounding_have_no_variance() -> None:
     (got,) = group_advantages([[session(0.1, 0.2, 0.3), session(0.2)]])
     assert got.zero_variance
 

@@ -199,7 +199,7 @@ def test_other_settings_do_not_change_steps_that_are_made_again(
     assert_same_outcome(undisturbed, outcome(again))
 
 
-def test_agents_outside_take_a_turn_in_between(settings: list[str]) -> None:
+def test_a_dataset_run_goes_on_after_steps_of_external_agents(settings: list[str]) -> None:
     """The dataset is gone on with where it was left."""
     assert DataLab(config_of(settings, "train.steps=2")).trainer.train()
     outside = Lab(config_of(settings, "train.steps=3", "rollout.eta=9"), [pair("p")], version=2)
@@ -222,7 +222,7 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
     assert again.left == {"length": 10, "seed": 1, "shuffle": False, "low": 4, "beyond": []}
 
 
-def test_a_step_that_is_not_finite_when_made_again_is_none(settings: list[str]) -> None:
+def test_a_repeated_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     config = config_of(settings, "train.checkpoint_every=9")
     again = DataLab(config, before=DataLab(config).die("manifest"))
 
@@ -309,7 +309,7 @@ def test_a_long_wait_is_announced_with_what_has_come_so_far(
     assert told(), lines
 
 
-def test_another_dataset_is_refused(settings: list[str]) -> None:
+def test_a_run_is_not_resumed_over_a_dataset_of_another_length(settings: list[str]) -> None:
     config = config_of(settings, "train.steps=1")
     assert DataLab(config).trainer.train()
     with fails_with(ConfigError, "7 items", "10"):

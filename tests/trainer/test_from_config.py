@@ -81,7 +81,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         load_config(None, given, {})
 
 
-def test_workflows_have_the_seed_of_a_deterministic_run(
+def test_a_deterministic_run_gives_its_seed_to_its_workflows(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}

@@ -101,7 +101,7 @@ class Nothing(RolloutWorkflow):
         return None
 
 
-def test_a_process_that_is_led_starts_nothing_and_follows_once(
+def test_a_process_that_follows_another_starts_no_service(
     config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = SimpleNamespace(leads=False)

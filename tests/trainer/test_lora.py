@@ -53,7 +53,9 @@ def test_the_first_version_of_an_adapter_is_the_base_bit_for_bit(tiny_model_dir:
         assert torch.equal(one, other)
 
 
-def test_only_the_adapter_is_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_training_an_adapter_changes_no_weight_of_the_base(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     adapter = adapter_tensors(policy.model)
@@ -150,7 +152,7 @@ def published_is_trained(model: Path, folder: Path) -> float:
     return difference
 
 
-def test_engines_load_what_is_trained(
+def test_engines_load_the_weights_that_an_adapter_trained(
     tiny_model_dir: Path, tmp_path: Path, record_property: Any
 ) -> None:
     difference = published_is_trained(tiny_model_dir, tmp_path)
@@ -191,7 +193,7 @@ def test_a_folder_is_recognised_until_the_next_step(tiny_model_dir: Path, tmp_pa
 # -- settings --------------------------------------------------------------------------------------
 
 
-def test_the_seed_decides_on_the_first_adapter() -> None:
+def test_the_first_adapter_depends_on_its_seed_alone() -> None:
     def first(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed + 100)
         policy = small_policy(lora=replace(LORA, seed=seed % 2))

@@ -79,7 +79,7 @@ def test_the_clip_bounds_the_ratio_on_both_sides(
 
 
 @pytest.mark.parametrize("error", [0.0, 0.3])
-def test_old_tokens_neither_raise_nor_hide_the_mismatch_of_fresh_ones(error: float) -> None:
+def test_the_mismatch_of_fresh_tokens_is_measured_without_old_tokens(error: float) -> None:
     logprobs, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0 - error, -1.0])
     inputs = LossInputs(mu, torch.zeros(3), fresh=torch.tensor([0.0, 1.0, 1.0]))
     means = GRPO(logprobs, inputs, total_tokens=3, config=LossConfig())[1].means()

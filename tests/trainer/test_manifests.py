@@ -115,7 +115,7 @@ def test_a_checkpoints_sessions_are_read_back() -> None:
     assert again["c"] == Consumed(None, "stale")
 
 
-def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(consumed(5))
     monkeypatch.setattr("trainer.manifests.MAX_REMEMBERED", 100)
     assert list(consumed(5)) == whole[-100:]

@@ -87,7 +87,7 @@ OF_ADAPTERS: dict[str, Callable[[Path, Path], Any]] = {
     "merged": lora.merged_weights_are_exact,
     "published": lora.published_is_trained,
     "recognised": lora.test_a_folder_is_recognised_until_the_next_step,
-    "only the adapter": lora.test_only_the_adapter_is_trained,
+    "only the adapter": lora.test_training_an_adapter_changes_no_weight_of_the_base,
     "resumed": adapter_files.test_going_on_equals_never_having_stopped_bit_for_bit,
     "complete": adapter_files.a_checkpoint_is_complete,
 }

@@ -126,7 +126,7 @@ def test_a_service_that_was_never_started_can_be_stopped(config: Config) -> None
     LocalService(config, say=print).stop()
 
 
-def test_a_start_that_is_given_up_leaves_nothing(
+def test_a_start_that_is_given_up_leaves_no_service_behind(
     config: Config, fake: type[FakeNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C does while parts are starting."""

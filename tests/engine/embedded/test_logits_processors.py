@@ -59,14 +59,16 @@ async def test_logprobs_are_of_the_bent_distribution(
     assert len(set(output)) < len(output), "no token came twice: the test shows nothing"
 
 
-def test_prompts_are_not_penalised() -> None:
+def test_penalties_do_not_count_tokens_of_the_prompt() -> None:
     logits = torch.randn(50)
     bent = logits.clone()
     LogitsProcessor(GenerationHyperparameters(**PENALTIES)).apply(bent)
     assert torch.equal(bent, logits)
 
 
-async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+async def test_parameters_of_one_request_do_not_change_its_neighbours(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
     """Rows of one batch, of which one alone has each parameter."""
     ids = prompt(7)
     plain = await agenerate(engine, request("plain", ids, temperature=0))

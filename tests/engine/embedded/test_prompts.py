@@ -22,7 +22,7 @@ def error_of(loaded: LoadedModel, out: EngineRequest) -> float:
     return worst(out.logprobs, reference)
 
 
-async def test_a_group_is_computed_once(loaded: LoadedModel) -> None:
+async def test_the_shared_prompt_of_a_group_is_computed_once(loaded: LoadedModel) -> None:
     """Two groups and a single request join at once, ends move rows, and more members join later."""
     async with EmbeddedEngine(loaded, EngineOptions(max_running_requests=12)) as engine:
         prompts = [prompt(20, 1)] * 4 + [prompt(33, 2)] * 4 + [prompt(9, 3)]

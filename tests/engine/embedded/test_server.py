@@ -46,7 +46,7 @@ class TestIncremental(SamplingContract):
         yield await serve(own_engine, incremental=True)
 
 
-async def test_a_web_page_is_not_served(engine: EmbeddedEngine, serve: Serve) -> None:
+async def test_a_request_from_a_web_page_is_refused(engine: EmbeddedEngine, serve: Serve) -> None:
     url = await serve(engine)
     async with aiohttp.ClientSession(url) as http:
         for headers in ({"Origin": "http://127.0.0.1:3000"}, {"Sec-Fetch-Site": "none"}):
@@ -304,7 +304,7 @@ def test_a_dead_loop_ends_the_process(
     assert "the generation loop died: RuntimeError('out of luck')" in capsys.readouterr().err
 
 
-def test_bad_starts_exit_with_the_reason(
+def test_an_engine_that_cannot_start_exits_with_the_reason(
     tiny_model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

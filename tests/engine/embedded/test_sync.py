@@ -126,7 +126,7 @@ async def test_a_malformed_weight_update_is_refused_and_the_engine_lives(
     assert (await call(url, "/health", method="GET"))[0] == 200
 
 
-async def test_a_group_that_nobody_leads(
+async def test_joining_a_group_that_nobody_leads_blocks_nothing(
     engine: EmbeddedEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Joining blocks nothing, and a bad wish is refused at once."""

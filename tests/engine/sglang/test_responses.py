@@ -39,7 +39,7 @@ def meta(total: int, fresh: int, **changes: Any) -> dict[str, Any]:
 # -- what is sent ------------------------------------------------------------------------------
 
 
-def test_parameters_have_sglangs_names() -> None:
+def test_parameters_are_sent_under_sglangs_names() -> None:
     ask = replace(request(**EVERYTHING, seed=3), top_logprobs=4, cache_salt="s")
     body = orjson.loads(generate_body(ask, stream=True))
     sampling = body["sampling_params"]
@@ -58,7 +58,7 @@ def test_parameters_have_sglangs_names() -> None:
         ('{"regex": "a+"}', "regex", "a+"),
     ],
 )
-def test_grammars_are_sglangs(grammar: str, name: str, text: Any) -> None:
+def test_grammars_are_sent_in_sglangs_form(grammar: str, name: str, text: Any) -> None:
     sampling = orjson.loads(generate_body(request(grammar=grammar), stream=False))[
         "sampling_params"
     ]

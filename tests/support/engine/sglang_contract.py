@@ -236,7 +236,9 @@ class SGLangContract:
         _, info = await call(url, "/model_info", method="GET")
         assert info["weight_version"] == "41"
 
-    async def test_a_bad_update_says_so(self, url: str) -> None:
+    async def test_an_update_from_a_missing_folder_is_refused_with_a_message(
+        self, url: str
+    ) -> None:
         update = {"model_path": "/no/such/checkpoint", "weight_version": "99"}
         status, answer = await call(url, "/update_weights_from_disk", update)
         assert status == 400

@@ -55,7 +55,7 @@ class SyncContract:
 
     @pytest.mark.parametrize("way", SENT)
     @pytest.mark.service
-    async def test_calls_that_are_kept_go_on(
+    async def test_calls_kept_over_an_update_go_on_with_the_new_weights(
         self, way: str, engines: list[str], models: list[Path], tmp_path: Path
     ) -> None:
         fleet = Fleet(engines[0])

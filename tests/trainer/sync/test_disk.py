@@ -177,7 +177,7 @@ async def test_weights_reach_every_rank_that_does_not_refuse(
     assert engines[0].loaded == [told]
 
 
-async def test_updates_share_one_tls_context(
+async def test_all_weight_updates_share_one_tls_context(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a megabyte outside Python's heap, and freed only when a cycle of objects is found."""
@@ -199,7 +199,7 @@ async def test_updates_share_one_tls_context(
     assert made == []
 
 
-async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) -> None:
+async def test_a_rank_that_is_away_delays_no_other_rank(engines: tuple[Engine, Engine]) -> None:
     zero, one = engines
     fleet = Fleet(zero, one)
     here, away = fleet.clients.values()
