@@ -55,7 +55,7 @@ def test_gradients_in_float32_are_close_to_the_dense_formula() -> None:
     assert_same({k: t.double() for k, t in got.items()}, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_padding_changes_nothing(policy: Policy) -> None:
+def test_padding_changes_no_logprob_and_no_gradient(policy: Policy) -> None:
     rows = random_rows(3)
     (one,) = padded_passes(rows, 10_000)
     height, width = one.ids.shape
@@ -111,7 +111,7 @@ def plain_label_logprobs(
 @pytest.mark.parametrize("with_bias", [False, True])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 6), labels=st.integers(1, 12))
-def test_the_heads_gradients_are_autograds(
+def test_the_gradients_of_the_head_equal_those_of_autograd(
     entropy_gradient: bool, with_bias: bool, seed: int, tokens: int, labels: int
 ) -> None:
     """Also where one token has several labels, equal ones among them, or none."""

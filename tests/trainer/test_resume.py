@@ -330,7 +330,7 @@ def test_fewer_steps_than_were_made_are_no_reason_to_forget_the_rest(settings: l
     assert again.executor.replayed == [["p3-good", "p3-bad"]]
 
 
-def test_rejected_sessions_of_a_step_are_consumed_too(settings: list[str]) -> None:
+def test_rejected_sessions_of_a_step_do_not_come_again_after_a_resume(settings: list[str]) -> None:
     """Otherwise they would stand in a second baseline."""
     config = config_of(settings, *RUN)
     lab = Lab(config, [[*pair("a"), *pair("odd", untrainable="x")]])

@@ -49,7 +49,7 @@ def test_a_signal_before_anything_is_trained_ends_at_once_and_silently(
     assert SAID == []
 
 
-def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
+def test_a_signal_after_a_part_has_died_raises_that_parts_error(signals: StopSignals) -> None:
     signals.failure = lambda: StartupError("engine 0 ended 6 times")
     with fails_with(StartupError, "engine 0"):
         signal.raise_signal(signal.SIGINT)

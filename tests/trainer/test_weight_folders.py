@@ -94,7 +94,7 @@ def test_everything_is_on_disk_before_the_name_appears(
     assert synced[-1] == tmp_path, "the parent comes last: it holds the new name"
 
 
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_published_versions(tmp_path: Path) -> None:
     for version in (1, 2, 10, 100_000_000):
         (tmp_path / f"v{version:08d}").mkdir()
     (tmp_path / "notes").mkdir()

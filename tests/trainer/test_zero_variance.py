@@ -28,7 +28,7 @@ def test_groups_that_teach_nothing_are_counted() -> None:
     assert dull.consecutive == 0
 
 
-def test_scores_since_a_step_are_those_of_all_sessions() -> None:
+def test_scores_since_a_step_include_sessions_that_teach_nothing() -> None:
     """The trained groups' mean hides that all others are solved."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     assert dull.scores.read() == {"reward": None, "sessions": 0, "dull": 0}
@@ -42,7 +42,7 @@ def test_scores_since_a_step_are_those_of_all_sessions() -> None:
     assert dull.scores.read()["sessions"] == 0
 
 
-def test_most_of_the_last_groups_are_noticed() -> None:
+def test_a_notice_tells_that_most_of_the_last_groups_teach_nothing() -> None:
     """A group that differs now and then makes a step, after a long wait."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     for _ in range(3):

@@ -68,7 +68,7 @@ async def test_dumped_evaluations_lie_apart_and_a_repeated_task_is_appended(tmp_
     assert dump.write_now([], task_id=2, is_eval=False) is None, "there is nothing to write"
 
 
-def test_another_folder_may_be_chosen(tmp_path: Path) -> None:
+def test_dumps_are_written_to_the_folder_that_is_chosen(tmp_path: Path) -> None:
     given = [f"rollout.fileroot={tmp_path}", "experiment=e", "trial=t"]
     assert TrajectoryDump.of(load_config(None, given, environ={}), decode) is None
     on = load_config(None, [*given, "rollout.dump_to_file=true"], environ={})

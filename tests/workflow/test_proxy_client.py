@@ -70,7 +70,7 @@ async def test_a_client_has_a_session_only_while_it_is_open(
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-async def test_it_rewards_its_session_whatever_the_default_is(
+async def test_a_client_rewards_its_session_whatever_the_default_is(
     http: aiohttp.ClientSession, serve: Serve, scripted: ScriptedEngine, mode: Any
 ) -> None:
     proxy = await serve(scripted.url, "sessions.rewards=judge")
@@ -111,7 +111,7 @@ async def test_an_error_inside_a_session_aborts_the_session(
         await client.export_interactions()
 
 
-async def test_a_busy_agent_gives_signs_of_life(
+async def test_a_session_sends_heartbeats_while_its_agent_is_busy(
     http: aiohttp.ClientSession, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HEARTBEAT", 0.02)

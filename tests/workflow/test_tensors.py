@@ -136,7 +136,7 @@ def test_an_episode_without_any_call_is_told_how_to_reject(result: Any) -> None:
         tensors_of(result)
 
 
-def test_rows_have_no_padding() -> None:
+def test_rows_of_an_episode_have_no_padding() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3], reward=0.5, temperatures=torch.tensor([0.5, 2.0]))
     rows = rows_of(given)
     given["input_ids"][0, 0] = 99  # of another memory
