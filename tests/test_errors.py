@@ -25,7 +25,7 @@ def tree(
 KINDS: list[type[AnyAgentError]] = [kind for _, kind in tree()]
 
 
-def test_the_docstring_is_the_tree() -> None:
+def test_the_docstring_shows_the_tree_of_errors() -> None:
     assert errors.__doc__ is not None
     documented = {}
     for line in errors.__doc__.splitlines():
@@ -87,7 +87,9 @@ def test_who_is_turned_away_is_told_when_to_come_again(wait: float | None) -> No
         (400, b"[]", errors.InvalidRequest),
     ],
 )
-def test_answers_of_others(status: int, content: bytes, kind: type[AnyAgentError]) -> None:
+def test_an_answer_of_another_server_becomes_an_error_by_its_status(
+    status: int, content: bytes, kind: type[AnyAgentError]
+) -> None:
     error = from_response(status, content, "soon")
     assert type(error) is kind
     assert error.retry_after is None

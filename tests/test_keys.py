@@ -30,7 +30,7 @@ def test_a_key_names_its_lane() -> None:
     assert signer.mint(12)[1] != key
 
 
-def test_what_is_not_genuine_is_refused() -> None:
+def test_a_key_that_was_changed_or_forged_is_refused() -> None:
     signer = KeySigner(SECRET)
     _, key = signer.mint(1)
     version, rank, lane, mac = key.split(".")
@@ -86,7 +86,7 @@ def test_secrets_are_compared_by_hash(candidate: str) -> None:
         ("", None),
     ],
 )
-def test_a_session_in_front_of_a_path(path: str, prefix: str | None) -> None:
+def test_the_session_in_front_of_a_path_is_found(path: str, prefix: str | None) -> None:
     assert session_prefix(path) == prefix
 
 
@@ -137,7 +137,7 @@ def test_a_key_of_a_newer_secret_is_looked_up_before_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scope", KEPT_SCOPES)
-def test_kept_keys_have_their_form(scope: str) -> None:
+def test_new_keys_have_their_form_and_other_texts_have_no_id(scope: str) -> None:
     text, id = new_key(scope)
     assert text.startswith(f"sk-{scope}.{id}.") and text.startswith(KEY_PREFIXES)
     assert len(text.rpartition(".")[2]) * 4 >= 128, "bits"

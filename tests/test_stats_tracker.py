@@ -44,7 +44,7 @@ def test_one_key_may_be_exported_alone(tracker: StatsTracker) -> None:
     assert tracker.export() == {"x/b": 2.0, "x/b__count": 1}
 
 
-def test_scopes_nest_and_a_name_is_the_outermost(tracker: StatsTracker) -> None:
+def test_scopes_nest_under_the_name_of_their_tracker(tracker: StatsTracker) -> None:
     named = StatsTracker("rollout")
     with named.scope("a"), named.scope("/b/"):
         named.scalar(x=1.0)
@@ -66,7 +66,7 @@ def test_scopes_nest_and_a_name_is_the_outermost(tracker: StatsTracker) -> None:
     assert tracker.export() == {"step/value": 2.0, "step/value__count": 1}
 
 
-async def test_a_scope_belongs_to_its_task(tracker: StatsTracker) -> None:
+async def test_concurrent_tasks_have_scopes_of_their_own(tracker: StatsTracker) -> None:
     meet = asyncio.Barrier(2)
 
     async def record(name: str) -> None:
@@ -137,7 +137,7 @@ def test_errors_name_the_key(tracker: StatsTracker) -> None:
         tracker.scalar(x="text")
 
 
-def test_what_is_not_finite_is_left_out_and_said_once(
+def test_values_that_are_not_finite_are_left_out_with_one_warning(
     tracker: StatsTracker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -173,7 +173,7 @@ def test_memory_is_bounded(
     ]
 
 
-def test_trackers_are_apart_and_exported_together() -> None:
+def test_trackers_count_apart_and_are_exported_together() -> None:
     stats_tracker.export_all()
     assert stats_tracker.get("rollout") is stats_tracker.get("rollout")
     assert stats_tracker.get().scalar == stats_tracker.scalar
@@ -221,7 +221,7 @@ def test_threads_lose_nothing(tracker: StatsTracker) -> None:
 
 
 @pytest.mark.service
-def test_a_group_of_processes_adds_up(tmp_path: Any) -> None:
+def test_statistics_of_several_processes_are_added_up(tmp_path: Any) -> None:
     import torch.distributed as dist
     import torch.multiprocessing as processes
 

@@ -20,7 +20,7 @@ from any_agent.types import (
 from tests.support.errors import fails_with
 
 
-def test_a_changed_copy() -> None:
+def test_a_changed_copy_of_sampling_settings_leaves_the_first_alone() -> None:
     given = GenerationHyperparameters(temperature=0.5)
     made = given.new(n_samples=1, max_new_tokens=7, stop=["x"], stop_token_ids=[1, 2])
     assert made == GenerationHyperparameters(
@@ -42,7 +42,9 @@ def test_errors_of_a_changed_copy_name_the_fix() -> None:
     ("pad", "eos", "ids"),
     [(8, 9, (5, 8, 9)), (9, 9, (5, 9)), (None, 5, (5,)), (None, None, (5,))],
 )
-def test_the_tokenizers_ends_stop_it(pad: Any, eos: Any, ids: tuple[int, ...]) -> None:
+def test_the_tokenizers_end_tokens_become_stop_tokens(
+    pad: Any, eos: Any, ids: tuple[int, ...]
+) -> None:
     tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=eos)
     given = GenerationHyperparameters(stop_token_ids=(5,))
     assert given.new_with_stop_and_pad_token_ids(tokenizer).stop_token_ids == ids
@@ -117,12 +119,12 @@ def test_packed_ids_stay_packed() -> None:
         ({"ids": [5]}, "dict"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_name(given: Any, says: str) -> None:
+def test_input_ids_that_are_no_prompt_are_refused_by_name(given: Any, says: str) -> None:
     with fails_with(InvalidRequest, says, param="input_ids"):
         ModelRequest(input_ids=given)
 
 
-def test_a_request_in_openais_words() -> None:
+def test_a_request_takes_the_parameter_names_of_openai() -> None:
     messages = [{"role": "user", "content": "hi"}]
     request = ModelRequest(prompt=messages, model="gpt-4o", temperature=0.5, max_tokens=7)
     assert request.gconfig == GenerationHyperparameters(temperature=0.5, max_new_tokens=7)
@@ -173,7 +175,7 @@ def test_a_responses_text_is_its_decoded_tokens(ids: list[int], stop: Any, text:
         _ = replace(response, tokenizer=None).text
 
 
-def test_a_response_under_areals_names() -> None:
+def test_a_response_has_the_field_names_of_areal() -> None:
     response = ModelResponse([1, 2, 3], [4, 5], [-1.0, -2.0], [0, 0], "stop")
     assert (response.input_tokens, response.output_tokens) == ([1, 2, 3], [4, 5])
     assert (response.input_len, response.output_len) == (3, 2)

@@ -28,14 +28,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     return gpu.main()
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_benchmark_ends_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(monkeypatch) == 2
     said = capsys.readouterr()
     assert (said.out, "no CUDA GPU is here" in said.err) == ("", True)
 
 
-def test_all_of_it(
+def test_the_whole_benchmark_runs_on_a_cpu_and_reports_its_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     small = "--micro-batch-tokens 64 --prompt 12 --new 5 --rounds 1"
@@ -62,7 +64,7 @@ def test_all_of_it(
         assert line in said
 
 
-def test_steps_as_on_a_gpu(no_group: None) -> None:
+def test_steps_in_bfloat16_report_their_time_and_work(no_group: None) -> None:
     """In bfloat16 over float32 weights, as training on a GPU computes."""
     shape, workload = SHAPES["tiny"], replace(WORKLOADS["plain"], groups=2, added=8, output=8)
     steps = Steps(shape, "cpu", compute=torch.bfloat16, checkpointing=True)

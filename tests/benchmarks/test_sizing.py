@@ -25,14 +25,14 @@ def model_of(shape: Shape, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_parameters(name: str) -> None:
+def test_the_number_of_parameters_equals_the_models(name: str) -> None:
     with torch.device("meta"):
         model = model_of(SHAPES[name])
     assert model.num_parameters() == SHAPES[name].parameters
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_what_a_layer_keeps_for_its_backward_pass(shape: Shape) -> None:
+def test_bytes_kept_for_the_backward_pass_equal_what_torch_keeps(shape: Shape) -> None:
     tokens = 256
     model = model_of(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
     both = kept(model, tokens)
@@ -42,7 +42,7 @@ def test_what_a_layer_keeps_for_its_backward_pass(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_work(shape: Shape) -> None:
+def test_the_work_of_a_pass_equals_what_torch_counts(shape: Shape) -> None:
     """Torch counts all pairs of tokens, causal or not."""
     model = model_of(shape, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -51,7 +51,7 @@ def test_work(shape: Shape) -> None:
     assert counter.get_total_flops() == pytest.approx(work)
 
 
-def test_cache() -> None:
+def test_the_size_of_the_cache_equals_that_of_transformers() -> None:
     shape = SMALL[0]
     model = model_of(shape, dtype=torch.bfloat16)
     cache = model(input_ids=torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values
@@ -59,7 +59,7 @@ def test_cache() -> None:
     assert size == 10 * shape.cache_bytes
 
 
-def test_state_of_training() -> None:
+def test_the_state_of_training_equals_what_torch_holds() -> None:
     shape = SMALL[0]
     model = model_of(shape, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())

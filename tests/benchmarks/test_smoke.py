@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", check.NAMES)
-def test_runs_and_reports_ratios(name: str, tmp_path: Path) -> None:
+def test_each_benchmark_runs_and_reports_finite_ratios(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ratios.json"
     made = ["--model", str(taught_model("echo"))] if name == "loop" else []
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_every_benchmark_is_checked() -> None:
     assert programs == {*check.NAMES, "check"}
 
 
-def test_what_became_worse_is_named() -> None:
+def test_ratios_that_became_worse_are_named() -> None:
     before = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
     now = {"a": 1.14, "b": 1.2, "c": 0.5, "new": 9.0}
     assert check.worse(before, now) == ["d: gone", "b: 1.2, was 1 (+20%)"]

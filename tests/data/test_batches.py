@@ -35,7 +35,7 @@ def loader(items: Any = ITEMS, **options: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"collate_fn": lambda items: items}], ids=["own", "list"])
-def test_items_come_back_exactly(options: dict[str, Any]) -> None:
+def test_items_come_back_exactly_from_a_collated_batch(options: dict[str, Any]) -> None:
     batches = [items_of(batch) for batch in loader(**options)]
     assert [len(batch) for batch in batches] == [2, 2, 1]
     back = [item for batch in batches for item in batch]
@@ -68,12 +68,12 @@ def test_what_cannot_be_turned_back_is_named(batch: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [None, 3, "text", b"text"])
-def test_what_is_no_batch(batch: Any) -> None:
+def test_a_value_that_is_no_batch_is_refused(batch: Any) -> None:
     with fails_with(TypeError, "dictionaries"):
         items_of(batch)
 
 
-def test_whose_mappings_are_columns() -> None:
+def test_only_loaders_that_collate_give_mappings_of_columns() -> None:
     assert gives_columns(loader())
     assert not gives_columns(DataLoader(ITEMS, batch_size=None))  # type: ignore[arg-type]
     assert not gives_columns(ITEMS)

@@ -52,7 +52,7 @@ def test_the_order_goes_on_where_the_settings_have_changed() -> None:
     assert list(islice(new, 13)) == list(islice(old, 13))
 
 
-def test_nobody_works_on_it_any_more() -> None:
+def test_requeued_items_come_again_unless_they_were_consumed() -> None:
     positions = DatasetCursor(5, shuffle=False, epochs=1)
     assert len(list(positions)) == 5
     positions.consumed([0, 3])
@@ -66,7 +66,7 @@ def test_nobody_works_on_it_any_more() -> None:
     epochs=st.integers(1, 3),
     script=st.lists(st.tuples(st.integers(0, 7), st.randoms()), max_size=30),
 )
-def test_no_item_twice_and_none_missing_over_kills(
+def test_over_kills_no_item_comes_twice_and_none_is_missing(
     length: int, epochs: int, script: list[tuple[int, object]]
 ) -> None:
     """Steps take some of what is in flight; a checkpoint and a kill come at any time.

@@ -48,7 +48,7 @@ def test_a_file_is_read_by_its_ending(tmp_path: Path, ending: str) -> None:
         _ = dataset[5]
 
 
-def test_the_documented_way(tmp_path: Path) -> None:
+def test_a_dataset_of_the_config_is_loaded_as_documented(tmp_path: Path) -> None:
     config = load_config(None, [f"train_dataset.path={write(tmp_path / 'a.jsonl')}"], {})
     dataset = get_custom_dataset(split="train", dataset_config=config.train_dataset)
     assert list(dataset) == ROWS
@@ -87,7 +87,7 @@ def test_empty_lines_count_and_a_byte_order_mark_does_not(tmp_path: Path) -> Non
     "name",
     ["nowhere", "nowhere.jsonl", "my/nowhere.parquet", "./nowhere", "/no/where", "~/no", "x y"],
 )
-def test_a_path_that_is_not_there(name: str) -> None:
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(name: str) -> None:
     """It is told at once: the hub is asked for nothing that is no name there."""
     with fails_with(DatasetError, "(looked from /"):
         get_custom_dataset(path=name)
@@ -100,7 +100,9 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, says: str) -
         get_custom_dataset(path=tmp_path / name)
 
 
-def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_does_not_have_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(*args: Any, **kwargs: Any) -> None:
@@ -111,7 +113,7 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
         get_custom_dataset(path="nobody/nothing")
 
 
-def test_a_folder_has_splits(tmp_path: Path) -> None:
+def test_the_splits_of_a_folder_are_found_by_file_name(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS[:2])
     write(tmp_path / "test-00000-of-00002.parquet", ROWS[2:4])
     write(tmp_path / "test-00001-of-00002.parquet", ROWS[4:])
@@ -126,7 +128,7 @@ def test_a_folder_has_splits(tmp_path: Path) -> None:
         get_custom_dataset("valid", path=tmp_path)
 
 
-def test_a_folder_as_it_is_on_the_hub(tmp_path: Path) -> None:
+def test_a_folder_laid_out_as_on_the_hub_is_read_by_its_subset(tmp_path: Path) -> None:
     write(tmp_path / "main" / "train-00000-of-00001.parquet")
     write(tmp_path / "data" / "train-00000-of-00001.parquet", ROWS[:1])
     assert list(get_custom_dataset(path=tmp_path, name="main")) == ROWS
@@ -135,7 +137,7 @@ def test_a_folder_as_it_is_on_the_hub(tmp_path: Path) -> None:
         get_custom_dataset(path=tmp_path, name="socratic")
 
 
-def test_a_folder_that_datasets_has_saved(tmp_path: Path) -> None:
+def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "one")
@@ -181,7 +183,7 @@ def test_an_agent_that_changes_its_row_changes_nobody_elses(tmp_path: Path) -> N
     assert dataset[0]["messages"] == [{"role": "x"}]
 
 
-def test_what_scripts_do_with_a_dataset(tmp_path: Path) -> None:
+def test_a_dataset_can_be_mapped_and_filtered_and_errors_name_the_line(tmp_path: Path) -> None:
     dataset = get_custom_dataset(path=write(tmp_path / "a.jsonl"))
     made = dataset.map(lambda row: {"messages": [{"role": "user", "content": row["question"]}]})
     assert made.column_names == ["question", "answer", "messages"]
@@ -225,7 +227,7 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
         )
 
 
-def test_any_indexed_data_will_do() -> None:
+def test_any_indexed_rows_are_a_dataset_and_other_values_are_refused() -> None:
     given = as_dataset(ROWS, "train_dataset")
     assert list(given) == ROWS and given.where(3) == "train_dataset[3]"
     assert as_dataset(given, "other") is given
@@ -238,7 +240,7 @@ def test_any_indexed_data_will_do() -> None:
         as_dataset([], "valid_dataset")
 
 
-def test_a_table_is_its_rows() -> None:
+def test_a_table_of_pandas_or_arrow_is_read_as_its_rows() -> None:
     pandas = pytest.importorskip("pandas")
     pyarrow = pytest.importorskip("pyarrow")
     frame = pandas.DataFrame(ROWS, index=[7, 3, 9, 1, 0])

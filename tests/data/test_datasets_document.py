@@ -13,7 +13,7 @@ from any_agent.launcher.training_progress import format_evaluation
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "datasets.md").read_text()
 
 
-def test_the_example(
+def test_the_documented_example_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -26,7 +26,7 @@ def test_the_example(
     assert names["dataset"].column_names == ["answer", "messages"]
 
 
-def test_the_evaluations_line() -> None:
+def test_the_documented_evaluation_prints_as_shown() -> None:
     block = TEXT.partition("A line of `metrics.jsonl`")[2].partition("```text\n")[2]
     line, _, printed = block.partition("```")[0].partition("\n\n")
     assert format_evaluation(json.loads(line.replace("...", "0"))) == printed.strip()

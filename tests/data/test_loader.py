@@ -10,7 +10,7 @@ from tests.support.errors import fails_with
 ROWS = [{"k": k} for k in range(10)]
 
 
-def test_each_iteration_is_a_pass() -> None:
+def test_each_iteration_of_a_loader_passes_over_every_item_once() -> None:
     loader = ItemLoader(ROWS, 4, seed=2)
     assert len(loader) == 3
     passes = [[[row["k"] for row in batch] for batch in loader] for _ in range(3)]

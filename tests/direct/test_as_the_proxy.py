@@ -128,7 +128,7 @@ def by_choice(interactions: list[Interaction]) -> list[Interaction]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.service)])
 @pytest.mark.parametrize("case", CASES)
-async def test_the_record_is_the_same(
+async def test_the_direct_client_records_what_the_proxy_records(
     proxy: Proxy,
     make: Make,
     engine: ScriptedEngine,

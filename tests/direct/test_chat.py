@@ -16,7 +16,7 @@ from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 
-async def test_a_whole_answer(
+async def test_a_whole_answer_is_recorded_with_its_usage(
     client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     engine.say(said(chat, "12 and 3"))
@@ -97,7 +97,7 @@ async def test_legacy_completions_stream_the_same_text(client: EngineOpenAI) -> 
     assert [i.id.startswith("cmpl-") for i in client.interactions] == [True, True]
 
 
-async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
+async def test_wrong_calls_raise_the_sdks_exceptions_and_record_nothing(
     client: EngineOpenAI, engine: ScriptedEngine
 ) -> None:
     wrong: list[tuple[dict[str, Any], str, str]] = [
@@ -127,7 +127,7 @@ async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
     assert not client.interactions
 
 
-async def test_other_options_are_of_the_same_session(client: EngineOpenAI) -> None:
+async def test_a_client_with_other_options_shares_the_session(client: EngineOpenAI) -> None:
     other = client.with_options(max_retries=0, timeout=5)
     assert isinstance(other, EngineOpenAI)
     completion = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)

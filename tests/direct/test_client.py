@@ -20,7 +20,7 @@ from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
 
-async def test_a_tokenizer_a_path_or_a_chat_format(
+async def test_a_tokenizer_a_path_and_a_chat_format_render_the_same_prompt(
     make: Make, engine: ScriptedEngine, tiny_model_dir: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_dir))
@@ -76,7 +76,7 @@ def test_settings_that_cannot_be_trained_with_are_refused(
         make(**settings)
 
 
-def test_there_is_no_http(make: Make) -> None:
+def test_options_of_http_are_refused(make: Make) -> None:
     for name in ("base_url", "http_client"):
         with fails_with(TypeError, name):
             make(**{name: "http://127.0.0.1:1"})
@@ -92,7 +92,7 @@ def test_the_context_must_be_known(chat: ChatFormat, monkeypatch: pytest.MonkeyP
     EngineOpenAI(engine, chat)
 
 
-async def test_an_engine_that_cannot_be_asked_for_its_context(
+async def test_a_call_fails_while_the_context_length_is_unknown_and_works_later(
     make: Make, engine: ScriptedEngine
 ) -> None:
     client = make(max_retries=0)

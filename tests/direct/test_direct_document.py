@@ -15,7 +15,7 @@ from any_agent.engine.embedded.server import EngineServer, listen
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "direct-client.md"
 
 
-async def test_the_example(tiny_model_dir: Path) -> None:
+async def test_the_documented_example_collects_rewarded_trajectories(tiny_model_dir: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
     names: dict[str, Any] = {"__name__": "guess"}
     exec(compile(code, str(DOCUMENT), "exec"), names)
@@ -32,6 +32,6 @@ async def test_the_example(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", re.findall(r"^\| `([^|]*)` \| ", DOCUMENT.read_text(), re.M))
-def test_its_methods_are_there(name: str) -> None:
+def test_the_client_has_every_documented_method(name: str) -> None:
     for one in name.split("`, `"):
         assert hasattr(EngineOpenAI, one.partition("(")[0])

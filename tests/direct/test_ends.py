@@ -44,7 +44,7 @@ async def test_a_cancelled_call_ends_in_the_engine(
     assert not client.interactions
 
 
-async def test_closing_a_stream_that_somebody_reads(
+async def test_closing_a_stream_ends_its_reader_and_records_nothing(
     client: EngineOpenAI, engine: ScriptedEngine
 ) -> None:
     engine.hold(at=3)
@@ -121,7 +121,7 @@ async def test_closing_the_client_ends_its_calls(
     assert len(client.export_interactions()) == 1
 
 
-async def test_an_engine_that_fails(
+async def test_a_call_whose_engine_fails_is_retried_and_recorded_once(
     client: EngineOpenAI, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.fail("status", status=503)

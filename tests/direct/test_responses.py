@@ -37,7 +37,7 @@ async def test_a_response_can_be_read_again_and_rewarded(
     assert client.export_interactions()[answer.id].reward == 1.0
 
 
-async def test_three_turns_by_the_previous_ones_id(
+async def test_turns_continued_by_a_previous_response_id_are_exact(
     client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     tools: Any = [ADD]

@@ -31,7 +31,9 @@ def rewards_of(applied: dict[str, InteractionWithTokenLogpReward]) -> dict[str, 
     return {id: one.reward for id, one in applied.items()}
 
 
-async def test_the_worked_example(make: Make, engine: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_the_documents_worked_example_gives_its_advantages(
+    make: Make, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
     """Discount 0.9; sessions right; wrong then right; wrong, wrong; wrong, wrong."""
     clients, r = [], []
     for turns, last in ((1, 1), (2, 1), (2, 0), (2, 0)):
@@ -78,7 +80,7 @@ async def test_rewards_are_replaced_and_discounts_too(
     assert trajectory.interactions[0].reward == 0.5
 
 
-async def test_what_cannot_be_rewarded(client: EngineOpenAI) -> None:
+async def test_wrong_rewards_discounts_and_styles_are_refused(client: EngineOpenAI) -> None:
     with fails_with(Unprocessable, "no completion"):
         client.set_last_reward(1)
     with fails_with(NotFound, "chatcmpl-x"):

@@ -13,7 +13,7 @@ from any_agent.doctor.verdict import Check, CheckOutcome
 TEXT = (Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md").read_text()
 
 
-def test_it_explains_every_law_and_every_verdict() -> None:
+def test_the_document_explains_every_law_and_every_verdict() -> None:
     modules = [m.name for m in pkgutil.iter_modules(doctor.__path__)]
     laws = {
         value.name

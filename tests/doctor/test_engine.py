@@ -63,7 +63,7 @@ async def test_without_a_model_less_is_checked(engine: str, examined: Any) -> No
     assert laws["logprobs", "two temperatures"].outcome is CheckOutcome.PASSED
 
 
-async def test_nobody_answers(examined: Any) -> None:
+async def test_an_engine_that_does_not_answer_fails_with_a_remedy(examined: Any) -> None:
     laws = await examined(f"http://127.0.0.1:{own_port()}")
     assert failed(laws) == {("engine", "answers")}
     assert "running" in laws["engine", "answers"].do
@@ -156,7 +156,7 @@ def rows(printed: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_command_on_the_demos_model(
+def test_the_command_prints_the_documented_verdicts_of_a_sound_model(
     engine: str, tiny_model_dir: Path, as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["doctor", str(tiny_model_dir), "--engine", engine]

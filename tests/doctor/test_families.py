@@ -11,7 +11,9 @@ from tests.support.families import family, names
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("name", names())
-async def test_a_family_is_sound(name: str, thinking: bool) -> None:
+async def test_each_family_of_models_breaks_no_law_of_the_chat_format(
+    name: str, thinking: bool
+) -> None:
     made = family(name, thinking=thinking)
     settings = {"enable_thinking": made.thinking} if made.spec.enable_thinking else {}
     verdicts = await chat_laws(made.load(), settings)

@@ -46,7 +46,7 @@ async def failures(chat: ChatFormat) -> dict[str, set[str]]:
     return found
 
 
-async def test_a_renderer_that_writes_otherwise_later_in_a_talk(chat: ChatFormat) -> None:
+async def test_a_renderer_that_changes_a_tool_result_fails_rendering(chat: ChatFormat) -> None:
     template = chat.tokenizer.chat_template
     chat.tokenizer.chat_template = template.replace(
         "{{- '\\n<tool_response>\\n'", "{{- '\\n<tool_response>'"
@@ -58,7 +58,7 @@ async def test_a_renderer_that_writes_otherwise_later_in_a_talk(chat: ChatFormat
     }
 
 
-async def test_a_renderer_that_writes_the_prompt_otherwise(chat: ChatFormat) -> None:
+async def test_a_renderer_that_changes_the_prompt_fails_rendering(chat: ChatFormat) -> None:
     chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
         "<|im_start|>assistant\\n'", "<|im_start|>assistant '"
     )
@@ -79,7 +79,7 @@ async def test_a_continuation_that_is_declined_is_no_failure(tiny_model_dir: Pat
     assert verdicts["continuation", "after a call"].outcome is CheckOutcome.PASSED
 
 
-async def test_a_stream_that_loses_something(
+async def test_a_stream_parser_that_loses_text_fails_parsing(
     chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = chat.stream_parser

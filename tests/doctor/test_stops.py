@@ -41,12 +41,12 @@ async def outcomes(chat: ChatFormat, said: str) -> list[CheckOutcome]:
     return [verdict.outcome async for verdict in stops(asker, chat, prompt)]
 
 
-async def test_an_answer_of_one_word(chat: ChatFormat) -> None:
+async def test_an_answer_of_one_word_passes_the_checks_of_ends(chat: ChatFormat) -> None:
     assert await outcomes(chat, "3") == [CheckOutcome.PASSED] * 3
     assert await outcomes(chat, "It is three, as one and two are.") == [CheckOutcome.PASSED] * 3
 
 
-async def test_no_answer_at_all(chat: ChatFormat) -> None:
+async def test_without_an_answer_the_ends_stay_unchecked(chat: ChatFormat) -> None:
     assert await outcomes(chat, "") == [
         CheckOutcome.PASSED,
         CheckOutcome.UNCHECKED,

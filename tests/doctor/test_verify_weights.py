@@ -41,7 +41,7 @@ def settings(folder: Path, model: object, *urls: str) -> Config:
     return load_config(None, [*given, f"engine.urls={','.join(urls)}"], environ={})
 
 
-async def test_the_runs_weights_and_others(
+async def test_engines_with_the_runs_weights_pass_and_with_others_fail(
     tmp_path: Path, engine: str, tiny_model_dir: Path, other_model: Path
 ) -> None:
     (right,) = await verify_weights(settings(tmp_path, tiny_model_dir, engine), [engine])

@@ -39,7 +39,9 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
     return found
 
 
-def test_engines_compute_alike(elsewhere: Path, tiny_model_dir: Path) -> None:
+def test_an_updated_engine_computes_exactly_as_one_that_began_so(
+    elsewhere: Path, tiny_model_dir: Path
+) -> None:
     begun, updated = load_model(str(elsewhere)), load_model(str(tiny_model_dir))
     for value in updated.model.parameters():
         value.data = torch.zeros_like(value)

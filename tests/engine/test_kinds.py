@@ -102,7 +102,7 @@ async def test_a_call_is_answered_recorded_and_leased(
     assert [each.continuation for each in trajectory.interactions] == ["root", "exact"]
 
 
-async def test_what_it_cannot_do_is_refused_by_name(
+async def test_a_parameter_that_an_engine_kind_lacks_is_refused_by_name(
     complete: type, server: CompleteServer, start: Start
 ) -> None:
     settings = ("engine.kind=complete", f"engine.urls={server.url}", "server.ranks=1")
@@ -114,7 +114,9 @@ async def test_what_it_cannot_do_is_refused_by_name(
     assert not server.requests
 
 
-async def test_a_closed_iterator_ends_the_request(complete: type, server: CompleteServer) -> None:
+async def test_cancelling_a_call_ends_its_request_at_the_engine(
+    complete: type, server: CompleteServer
+) -> None:
     server.hangs = True
     engine = open_engine("complete", server.url, decode=str)
     request = ModelRequest(input_ids=[1, 2], gconfig=GenerationHyperparameters())

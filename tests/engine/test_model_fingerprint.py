@@ -18,7 +18,7 @@ from tests.support.waiting import until
 SHAPE = ModelFingerprint(100, "qwen3", ("Qwen3ForCausalLM",))
 
 
-def test_a_folders_shape_is_read_from_its_config(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_the_shape_of_a_model_is_read_from_its_config(tmp_path: Path, tiny_model_dir: Path) -> None:
     tiny = shape_of(str(tiny_model_dir))
     assert (tiny.model_type, tiny.architectures) == ("qwen3", ("Qwen3ForCausalLM",))
     assert tiny.vocab_size is not None and tiny.vocab_size > 100
@@ -54,7 +54,7 @@ def test_another_model_is_refused_by_what_differs() -> None:
     ],
     ids=str,
 )
-async def test_ids_are_judged_before_they_reach_the_engine(
+async def test_ids_that_the_model_lacks_are_refused_before_they_reach_the_engine(
     scripted: ScriptedEngine, stream: bool, name: str, change: dict[str, object]
 ) -> None:
     async with client_of(scripted, shape=SHAPE) as client:
@@ -66,7 +66,7 @@ async def test_ids_are_judged_before_they_reach_the_engine(
 
 
 @pytest.mark.parametrize("size", [99, 100, 101])
-async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> None:
+async def test_an_engine_with_more_or_fewer_ids_than_the_model_is_refused(size: int) -> None:
     """SGLang does not tell it."""
     scripted = ScriptedEngine(incremental=True)
     scripted.vocabulary = size
@@ -78,7 +78,7 @@ async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> 
             await client.require_model()
 
 
-async def test_one_that_comes_back_as_another_model_is_away(
+async def test_an_engine_that_comes_back_as_another_model_gets_no_calls(
     scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted.vocabulary = 100
@@ -113,7 +113,7 @@ async def test_a_full_engine_is_neither_gone_nor_another_model(
         assert len(scripted.requests) == 2
 
 
-async def test_half_loaded_weights_are_no_version(scripted: ScriptedEngine) -> None:
+async def test_an_engine_with_half_loaded_weights_gets_no_calls(scripted: ScriptedEngine) -> None:
     """While they come bucket by bucket, SGLang says `loading-7`."""
     async with client_of(scripted, update_wait=1) as client:
         scripted.weight_version = "loading-7"
@@ -128,7 +128,7 @@ async def test_half_loaded_weights_are_no_version(scripted: ScriptedEngine) -> N
 
 
 @BOTH
-async def test_a_cache_that_stays_is_each_versions_own(
+async def test_a_cache_kept_over_an_update_is_apart_for_each_version(
     scripted: ScriptedEngine, stream: bool
 ) -> None:
     async with client_of(scripted, update_mode="in_place") as client:

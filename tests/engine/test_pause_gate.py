@@ -10,7 +10,7 @@ from tests.support.errors import fails_with
 from tests.support.waiting import until
 
 
-async def test_waiting_is_bounded_in_number() -> None:
+async def test_the_number_of_waiting_calls_is_bounded() -> None:
     gate = PauseGate("a weight update", max_wait=60, max_waiting=2)
     gate.close()
     calls = [asyncio.create_task(gate.wait_open()) for _ in range(2)]
@@ -42,7 +42,7 @@ class Asked:
         return self.up
 
 
-async def test_one_task_asks_for_all_calls() -> None:
+async def test_one_question_to_the_engine_serves_all_waiting_calls() -> None:
     engine = Asked()
     outage = Outage(engine, max_wait=60)
     engine.answer.clear()
@@ -79,7 +79,7 @@ async def test_calls_that_ask_at_the_same_time_share_a_question() -> None:
     assert engine.questions == 2
 
 
-async def test_closing_ends_the_questions() -> None:
+async def test_closing_an_outage_ends_its_questions_to_the_engine() -> None:
     engine = Asked()
     outage = Outage(engine, max_wait=60)
     engine.answer.clear()

@@ -122,7 +122,7 @@ async def test_a_call_that_is_cancelled_ends_in_the_engine(
 # -- what it is --------------------------------------------------------------------------------
 
 
-async def test_all_can_do_what_each_can(engines: Engines) -> None:
+async def test_a_pool_has_only_the_capabilities_that_all_its_engines_have(engines: Engines) -> None:
     names = Capabilities.names()
     engines[0].told = {"capabilities": names}
     engines[1].told = {"capabilities": [name for name in names if name != "grammar"]}
@@ -189,7 +189,9 @@ async def test_calls_go_on_across_an_update(pool: EnginePool, engines: Engines) 
     assert pool.version == 7
 
 
-async def test_an_update_that_failed(pool: EnginePool, engines: Engines) -> None:
+async def test_calls_go_on_with_the_old_version_after_a_failed_update(
+    pool: EnginePool, engines: Engines
+) -> None:
     await pool.hold()
     work = call(pool, "r")
     await until(lambda: pool.calls == 1)

@@ -46,7 +46,7 @@ def cut(before: bytes, after: bytes, *stops: str, size: int = 100) -> tuple[byte
 
 @pytest.mark.parametrize("size", [1, 2, 100])
 @pytest.mark.parametrize("stop", ["é", "é.", "€uro", "🙂", "🙂🙂", "aé", "ba€", "\n\n"])
-def test_a_stop_string_that_the_seam_cuts_anywhere(stop: str, size: int) -> None:
+def test_a_stop_string_that_the_seam_cuts_anywhere_is_found(stop: str, size: int) -> None:
     """Also between the bytes of its first character."""
     text = f"say b{stop}".encode()
     for seam in range(len(text) - len(stop.encode()) + 1, len(text)):
@@ -76,13 +76,13 @@ def test_a_stop_string_that_the_seam_cuts_anywhere(stop: str, size: int) -> None
         "no",
     ],
 )
-def test_what_does_not_cross_the_seam_is_the_engines(
+def test_a_stop_string_within_one_side_of_the_seam_is_left_to_the_engine(
     before: str, after: str, stop: str, size: int
 ) -> None:
     assert cut(before.encode(), after.encode(), stop, size=size) == (after.encode(), None)
 
 
-def test_of_several_the_one_that_crosses_counts() -> None:
+def test_of_several_stop_strings_the_one_across_the_seam_counts() -> None:
     assert cut(b"the EN", b"D and STOP", "STOP", "END") == (b"D", "END")
     # A broken byte that stays broken begins nothing.
     assert cut(b"ab\xc3", b"x then", "x") == (b"x then", None)

@@ -20,5 +20,5 @@ class TestContract(SGLangContract):
             yield url
 
 
-def test_it_knows_the_ids_of_the_tests_model(tiny_model_dir: Path) -> None:
+def test_the_scripted_engine_has_the_vocabulary_of_the_tests_model(tiny_model_dir: Path) -> None:
     assert shape_of(str(tiny_model_dir)).vocab_size == VOCABULARY

@@ -51,7 +51,7 @@ def urls(trial: RunDir) -> Iterator[list[str]]:
         yield [one, other, latest]
 
 
-async def test_a_trial_at_engines_that_serve_it(
+async def test_a_trial_is_asked_at_the_engines_that_serve_its_version(
     trial: RunDir, models: list[Path], urls: list[str]
 ) -> None:
     """One that was told no version counts by its folder, and says 0."""
@@ -112,7 +112,7 @@ def test_an_engine_with_another_vocabulary_is_refused(trial: RunDir) -> None:
             _ = engine.version
 
 
-async def test_an_engine_whose_tokenizer_is_elsewhere(models: list[Path]) -> None:
+async def test_an_engine_whose_tokenizer_is_elsewhere_needs_it_named(models: list[Path]) -> None:
     scripted = ScriptedEngine()
     with served_in_thread(scripted, within=60):
         with fails_with(ConfigError, "scripted", "tokenizer="):
@@ -127,7 +127,7 @@ async def test_an_engine_whose_tokenizer_is_elsewhere(models: list[Path]) -> Non
 
 
 @pytest.mark.parametrize("url", ["http://8.8.8.8:30000", "ftp://127.0.0.1"])
-def test_an_address_that_is_not_private(url: str) -> None:
+def test_a_public_address_of_an_engine_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         RemoteSGLangEngine().initialize(url=url)
 

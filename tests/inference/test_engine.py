@@ -74,7 +74,7 @@ def test_a_named_checkpoint_answers_under_its_version(
     check(response, models[0], 1.0, 11)
 
 
-async def test_the_ways_to_ask_are_one(engine: RemoteSGLangEngine) -> None:
+async def test_every_way_to_ask_gives_the_same_answer(engine: RemoteSGLangEngine) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 6}
     ids = engine.chat_format.render(MESSAGES, None)
     stops = engine.chat_format.stop_token_ids
@@ -88,7 +88,7 @@ async def test_the_ways_to_ask_are_one(engine: RemoteSGLangEngine) -> None:
     assert len({(tuple(r.input_tokens), tuple(r.output_tokens), r.text) for r in said}) == 1
 
 
-async def test_a_stream_is_the_whole_answer(engine: RemoteSGLangEngine) -> None:
+async def test_a_stream_adds_up_to_the_whole_answer(engine: RemoteSGLangEngine) -> None:
     asked: dict[str, Any] = {"prompt": QUESTION, "seed": 7, "max_tokens": 24}
     for more in ({}, {"stop": ["e"]}):
         whole = await engine.agenerate(**asked, **more)
@@ -123,7 +123,7 @@ async def test_a_stream_that_is_left_or_a_call_that_is_cancelled_ends_its_reques
     assert len((await engine.agenerate(prompt=QUESTION, max_tokens=2)).token_ids) <= 2
 
 
-def test_many_calls_from_many_event_loops(engine: RemoteSGLangEngine) -> None:
+def test_calls_from_many_event_loops_get_their_own_answers(engine: RemoteSGLangEngine) -> None:
     async def several(n: int) -> list[ModelResponse]:
         ids = [[5 + n, 6, k] for k in range(8)]
         asked = [engine.agenerate(input_ids=i, temperature=0.0, max_tokens=4) for i in ids]
@@ -157,7 +157,7 @@ async def test_an_answer_has_the_context_s_room(engine: RemoteSGLangEngine) -> N
         ({"input_ids": []}, InvalidRequest, "empty"),
     ],
 )
-async def test_what_cannot_be_asked(
+async def test_wrong_questions_are_refused_whole_and_streamed(
     engine: RemoteSGLangEngine, asked: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with fails_with(error, says):
@@ -169,7 +169,7 @@ async def test_what_cannot_be_asked(
         await engine.agenerate(ModelRequest(prompt="a"), temperature=1.0)
 
 
-def test_a_model_of_a_script_blocks(trial: RunDir) -> None:
+def test_a_script_can_ask_a_loaded_model_without_an_event_loop(trial: RunDir) -> None:
     root = trial.path.parents[2]
     with load_engine("exp", "one", user="me", root=root) as model:
         assert isinstance(model, LocalModel)
@@ -179,7 +179,7 @@ def test_a_model_of_a_script_blocks(trial: RunDir) -> None:
             model.initialize(**PLACE, root=root)
 
 
-async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
+async def test_closing_an_engine_fails_its_running_calls(models: list[Path]) -> None:
     engine = RemoteSGLangEngine()
     with fails_with(EngineUnavailable, "initialize"):
         await engine.agenerate(prompt="a")
@@ -216,7 +216,7 @@ class Saying(RolloutWorkflow):
         return tensors([1, 2, data["n"]])
 
 
-def test_workflows_run_on_it(engine: RemoteSGLangEngine) -> None:
+def test_workflows_run_on_an_engine_object(engine: RemoteSGLangEngine) -> None:
     items = [{"n": n, "question": QUESTION} for n in range(3)]
     for item in items:
         engine.submit(data=item, workflow=Saying, workflow_kwargs={}, group_size=2)
@@ -248,7 +248,7 @@ def test_a_scripts_configuration_serves_its_model_and_sampling(
     assert len(list(tmp_path.rglob("*.jsonl"))) == 1
 
 
-def test_threads_that_close_while_others_ask(models: list[Path]) -> None:
+def test_closing_an_engine_ends_the_calls_of_other_threads(models: list[Path]) -> None:
     """None of them waits for ever."""
     engine = RemoteSGLangEngine().initialize(model=models[0])
     gconfig = GenerationHyperparameters(max_new_tokens=3)

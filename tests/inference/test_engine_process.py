@@ -99,7 +99,7 @@ def test_an_sglang_that_cannot_start_says_why(root: Path) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["gpu", "sglang"])
-def test_where_it_cannot_be_the_embedded_engine_serves(
+def test_the_embedded_engine_serves_where_sglang_cannot(
     root: Path, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unless it was asked for."""

@@ -43,7 +43,7 @@ def test_a_checkpoint_is_found_by_step_or_version(trial: RunDir, models: list[Pa
         assert found.config.model.enable_thinking is False, "its settings are the trial's"
 
 
-def test_the_root_and_the_user_of_the_environment(
+def test_weights_are_found_by_the_root_and_user_of_the_environment(
     trial: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other settings there are about another run."""
@@ -100,13 +100,15 @@ def test_a_checkpoint_that_is_not_whole_or_of_an_older_layout_is_not_used(
         ({"model": "/no/such"}, ConfigError, "/no/such"),
     ],
 )
-def test_names_that_contradict(changes: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_names_of_weights_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], error: type[Exception], says: str
+) -> None:
     names = dict.fromkeys(("experiment", "trial", "user", "root", "step", "version", "model"))
     with fails_with(error, says):
         find_weights_source(**(names | changes), settings=Config())  # type: ignore[arg-type]
 
 
-def test_an_engine_that_is_told_nothing() -> None:
+def test_an_engine_without_names_or_of_an_unknown_kind_is_refused() -> None:
     engine = RemoteSGLangEngine()
     with fails_with(ValueError, "experiment_name and trial_name"):
         engine.initialize()

@@ -95,7 +95,7 @@ def same(a: Interaction, b: Interaction) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(i=interactions())
-def test_an_interaction_comes_back(i: Interaction) -> None:
+def test_a_packed_interaction_comes_back_unchanged(i: Interaction) -> None:
     packed = pack_interaction(i)
     assert same(i, unpack_interaction(packed))
     assert pack_interaction(unpack_interaction(packed)) == packed
@@ -103,7 +103,7 @@ def test_an_interaction_comes_back(i: Interaction) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(items=st.lists(interactions(), max_size=3), metadata=OBJECT, final=st.none() | FINITE)
-def test_trajectories_come_back(
+def test_packed_trajectories_come_back_unchanged(
     items: list[Interaction], metadata: dict[str, Any], final: float | None
 ) -> None:
     named = {} if final is None else {"correct": final, "é": 2.0}
@@ -166,7 +166,7 @@ def test_a_wrong_field_is_named(make: Make, field: str) -> None:
         unpack_interaction(msgpack.packb(plain))
 
 
-def test_wrong_runs_of_versions(make: Make) -> None:
+def test_wrong_runs_of_versions_are_refused_by_name(make: Make) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
     at = FIELDS.index("output_versions")
     assert plain["interaction"][at] == np.array([2, 7], "<i4").tobytes()
@@ -228,7 +228,7 @@ def test_what_was_written_in_format_3_is_read(make: Make) -> None:
     assert len(pack_interaction(expected)) == len(written)
 
 
-def test_a_wrong_setting_that_bends_the_distribution(make: Make) -> None:
+def test_wrong_sampling_settings_in_a_record_are_refused_by_name(make: Make) -> None:
     bent = GenerationHyperparameters(min_p=0.1, logit_bias=((5, -1.0),), grammar="{}")
     plain = msgpack.unpackb(pack_interaction(make("a", gconfig=bent)))
     right = list(plain["interaction"][-1])

@@ -12,7 +12,7 @@ from tests.support.records import Make
 SECRET = "the combination is 1234"
 
 
-def test_nothing_that_was_said_is_left(make: Make) -> None:
+def test_no_text_is_left_of_an_interaction_whose_content_was_removed(make: Make) -> None:
     whole = make(
         "a",
         asked=SECRET,

@@ -26,7 +26,7 @@ def made(style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]
     return InteractionWithTokenLogpReward.of_tree(tree, rewards, style)
 
 
-def test_it_is_all_that_is_known_of_a_call() -> None:
+def test_an_exported_interaction_has_all_that_is_known_of_its_call() -> None:
     exported = made()
     child = exported["b"]
     assert (child.interaction_id, child.temperature) == ("b", 0.7)
@@ -69,7 +69,7 @@ def test_it_is_all_that_is_known_of_a_call() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_it_can_be_made_from_tensors_alone(batched: bool) -> None:
+def test_an_exported_interaction_can_be_made_from_tensors_alone(batched: bool) -> None:
     whole = made()["b"]
     tensors = whole.to_tensor_dict()
     if batched:
@@ -84,7 +84,7 @@ def test_it_can_be_made_from_tensors_alone(batched: bool) -> None:
     assert again.completion is None
 
 
-def test_what_came_beside_the_tensors_is_known() -> None:
+def test_an_interaction_made_from_tensors_keeps_the_response_beside_them() -> None:
     exported = made()
     response = {"input_tokens": [1, 2], "output_tokens": [3], "output_logprobs": [-0.5]}
     response |= {"output_versions": [3], "stop_reason": "stop"}
@@ -125,7 +125,7 @@ def test_a_completion_is_cut_off_or_not_kept() -> None:
     assert chat_completion_of(strip_content(cut), 1) is None
 
 
-def test_it_can_be_made_by_hand() -> None:
+def test_an_exported_interaction_can_be_made_by_hand() -> None:
     response = ModelResponse([1, 2], [3, 4], [-0.5, -0.25], [6, 7], "stop")
     question = [{"role": "user", "content": "?"}]
     answer = [{"role": "assistant", "content": "!"}]

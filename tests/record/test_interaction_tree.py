@@ -11,7 +11,7 @@ from tests.support.errors import fails_with
 from tests.support.records import Make
 
 
-def test_a_path_is_put_together(make: Make) -> None:
+def test_a_path_joins_the_prompts_and_outputs_of_its_interactions(make: Make) -> None:
     tree = InteractionTree()
     tree.add(make("a", prompt=[1, 2], output=[3]), b"ka")
     tree.add(make("b", "a", prompt=[4], output=[5, 6]), b"kb")
@@ -110,7 +110,7 @@ def test_a_path_that_goes_on_is_kept_once(make: Make) -> None:
         ids[0] = 1
 
 
-def test_last_is_what_the_agent_got(make: Make) -> None:
+def test_the_last_interaction_is_the_last_one_that_the_agent_got(make: Make) -> None:
     tree = InteractionTree()
     with pytest.raises(LookupError):
         tree.last()
@@ -121,7 +121,7 @@ def test_last_is_what_the_agent_got(make: Make) -> None:
     assert tree.last().id == "b"
 
 
-def test_what_cannot_be_added(make: Make) -> None:
+def test_an_interaction_that_does_not_fit_the_tree_is_refused(make: Make) -> None:
     tree = InteractionTree()
     tree.add(make("a"), b"a")
     with fails_with(ValueError, "interaction a"):

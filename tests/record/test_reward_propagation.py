@@ -22,7 +22,7 @@ def session_score(
     return sum(values) / len(values) if values else None
 
 
-def test_worked_example(make: Make) -> None:
+def test_the_designs_worked_example_gives_its_rewards_and_scores(make: Make) -> None:
     """Design: right; wrong then right; wrong, wrong; wrong, wrong; discount 0.9."""
     sessions = [
         [make("a", reward=1.0)],
@@ -43,7 +43,7 @@ def test_final_reward_reaches_every_leaf(make: Make) -> None:
     assert r == {"a": 1.25, "b": 2.5, "root2": 1.0, "c": 2.0}
 
 
-def test_choices_that_nobody_continued(make: Make) -> None:
+def test_choices_that_nobody_continued_get_no_reward(make: Make) -> None:
     nodes = [make("p"), *(make(f"c.{k}", "p", asked="q") for k in range(3)), make("d", "c.1")]
     assert discarded(nodes) == {"c.0", "c.2"}
     r = propagate_rewards(nodes, final_reward=1.0)
@@ -73,7 +73,7 @@ def test_without_texts_a_request_is_known_by_its_ids(make: Make) -> None:
 @pytest.mark.parametrize(
     "lost", [{"finish_reason": "abort"}, {"untrainable_reason": "undelivered"}]
 )
-def test_what_the_agent_never_got(make: Make, lost: dict[str, str]) -> None:
+def test_an_answer_that_the_agent_never_got_is_discarded(make: Make, lost: dict[str, str]) -> None:
     """Its parent is a leaf then, and its phantom 0 does not halve a mean."""
     alone = [make("a"), make("b", "a", **lost)]
     assert discarded(alone) == {"b"}
@@ -106,7 +106,7 @@ TREES = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(shape=TREES, discount=st.sampled_from([0.0, 0.9, 1.0]), final=st.none() | st.just(1.0))
-def test_equals_the_recursive_definition(
+def test_propagated_rewards_equal_the_recursive_definition(
     make: Make,
     shape: list[tuple[int, str, float | None, str]],
     discount: float,

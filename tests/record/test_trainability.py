@@ -12,7 +12,7 @@ def session(continued: int, reasons: Mapping[str, int]) -> CallCounts:
     return CallCounts(continued + roots, {}, continued, roots, reasons)
 
 
-def test_a_broken_past_is_noticed_once_and_as_long_as_it_lasts() -> None:
+def test_sessions_that_rewrite_history_give_one_notice_while_it_lasts() -> None:
     watch = TrainabilityWatch()
     for _ in range(3):
         watch.add(session(0, {"history_rewritten": 2, "new_conversation": 1}))
@@ -27,7 +27,7 @@ def test_a_broken_past_is_noticed_once_and_as_long_as_it_lasts() -> None:
     assert (watch.notices, watch.take_notices()) == ([], [])
 
 
-def test_sub_agents_and_a_rare_compaction_are_as_they_should_be() -> None:
+def test_sub_agents_and_a_rare_compaction_give_no_notice() -> None:
     watch = TrainabilityWatch()
     for _ in range(8):
         watch.add(session(0, {"new_conversation": 9}))

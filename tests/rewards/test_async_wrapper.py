@@ -29,7 +29,7 @@ def _processes() -> Iterator[None]:
     workers.shared_pool("rewards", 2).close()
 
 
-async def test_it_runs_elsewhere_and_returns_what_the_function_returns() -> None:
+async def test_a_reward_function_runs_in_another_process_and_returns_its_value() -> None:
     reward_fn = AsyncRewardWrapper(functions.by_name, max_workers=2)
     assert await reward_fn(result="4", answer="4") == 1.0
     assert await reward_fn("4", answer="5") == 0.0
@@ -68,7 +68,7 @@ async def test_a_crash_neither_ends_the_pool_nor_other_calls(tmp_path: Path) -> 
     assert await good("4", "4") == 1.0
 
 
-async def test_what_it_raises_is_told_with_its_trace() -> None:
+async def test_an_error_of_a_reward_function_is_told_with_its_trace() -> None:
     with fails_with(
         RewardFailed,
         "raises failed: ZeroDivisionError: nothing to divide by",
@@ -79,7 +79,7 @@ async def test_what_it_raises_is_told_with_its_trace() -> None:
         await AsyncRewardWrapper(functions.leaves, max_workers=2, max_retries=0)()
 
 
-async def test_a_coroutine_function_stays_here() -> None:
+async def test_a_coroutine_reward_function_runs_in_this_process() -> None:
     async def asks(answer: str) -> float:
         await asyncio.sleep(0)
         return float(answer == "4") + os.getpid()
@@ -93,12 +93,12 @@ async def test_a_coroutine_function_stays_here() -> None:
     assert await AsyncRewardWrapper(sleeps, timeout_seconds=0.02)() == 0.0
 
 
-def test_what_cannot_be_sent_is_refused_at_once() -> None:
+def test_a_reward_function_that_cannot_be_sent_is_refused_at_once() -> None:
     with fails_with(ConfigError, "lambda", "top level of a module"):
         AsyncRewardWrapper(lambda: 1.0)
 
 
-async def test_being_cancelled_ends_the_call() -> None:
+async def test_cancelling_a_reward_ends_its_call() -> None:
     late = AsyncRewardWrapper(functions.hangs, timeout_seconds=600, max_workers=2)
     tasks = [asyncio.create_task(late()) for _ in range(4)]
     await asyncio.wait(tasks, timeout=0.2)
@@ -159,12 +159,14 @@ WRONG = [
     ("completion", "answer", "reward"),
     [(*pair, 1.0) for pair in RIGHT] + [(*pair, 0.0) for pair in WRONG],
 )
-def test_the_final_number_decides(completion: Any, answer: Any, reward: float) -> None:
+def test_the_final_number_of_an_answer_decides_its_reward(
+    completion: Any, answer: Any, reward: float
+) -> None:
     got = gsm8k_reward_fn("q", completion, [1], [2], answer=answer, question="more fields")
     assert (got, type(got)) == (reward, float)
 
 
-def test_it_compares_in_a_thread_and_beside_a_timer() -> None:
+def test_math_answers_are_compared_in_threads_and_beside_a_timer() -> None:
     """math-verify's own limit is a signal: for a main thread, and in place of another timer."""
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(gsm8k_reward_fn, "", r"\boxed{6/2}", [], [], 3).result(60) == 1.0

@@ -61,12 +61,12 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_runs(runs: int) -> None:
             assert pass_at_k(runs, passed, k) == pytest.approx(sum(chosen) / len(chosen))
 
 
-def test_pass_at_k_of_many_runs() -> None:
+def test_pass_at_k_is_exact_for_many_runs() -> None:
     assert pass_at_k(10_000, 1, 10_000) == 1.0
     assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("asked", [(4, 1, 0), (4, 1, 5), (4, 5, 1), (0, 0, 1)])
-def test_what_cannot_be_estimated(asked: tuple[int, int, int]) -> None:
+def test_pass_at_k_refuses_a_k_that_cannot_be_estimated(asked: tuple[int, int, int]) -> None:
     with fails_with(ValueError, "k must be"):
         pass_at_k(*asked)

@@ -38,7 +38,7 @@ def rooms(*views: RankView, turn: int = 0, config: RolloutConfig = CONFIG) -> li
     return divide(views, config, turn)[0]
 
 
-def test_the_formula() -> None:
+def test_free_slots_follow_the_documented_formula() -> None:
     """min(16 - running, 3 * 8 - (running + buffered)), reserved slots counted as running."""
     config = RolloutConfig(batch_size=8, max_concurrent=16, eta=2)
     cases = [
@@ -63,7 +63,7 @@ def test_the_formula() -> None:
     assert free_slots(view(running=3, buffered=4).now, one_batch) == 1
 
 
-def test_a_batch_that_could_never_be_completed() -> None:
+def test_a_batch_that_could_never_be_completed_counts_as_stalled() -> None:
     config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
     # 3 of 4 buffered, room for 1, and the next group needs 2: nothing would ever move.
     assert all(stalled(one.now, config) for one in (view(buffered=3), view()))
@@ -91,7 +91,7 @@ def test_without_waiters_all_ranks_get_the_same() -> None:
     assert rooms(view(running=1), view(buffered=4), view(), turn=2) == [4, 3, 4]
 
 
-def test_those_that_wait_come_first_in_turn() -> None:
+def test_ranks_with_waiting_groups_get_room_first_in_turn() -> None:
     assert rooms(view(4, 4, 4), view(4, 4)) == [8, 8]
     assert rooms(view(4, 4, 4), view(4)) == [12, 4]
     assert rooms(view(2), view(), view(2)) == [2 + 4, 4, 2 + 4]
@@ -150,7 +150,9 @@ CONFIGS = st.builds(
 
 
 @given(VIEWS, CONFIGS, st.integers(0, 4))
-def test_never_more_than_is_free(views: list[RankView], config: RolloutConfig, turn: int) -> None:
+def test_never_more_slots_are_given_than_are_free(
+    views: list[RankView], config: RolloutConfig, turn: int
+) -> None:
     turn %= len(views)
     given_, next_turn = divide(views, config, turn)
     now = total(views)

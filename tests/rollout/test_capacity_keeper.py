@@ -164,7 +164,7 @@ async def test_a_rank_that_has_ended_is_forgotten() -> None:
     assert limits(zero)[-1] == 12, "one that was added and does not answer stops nobody"
 
 
-async def test_closed_it_admits_nothing() -> None:
+async def test_a_keeper_that_is_not_open_admits_nothing() -> None:
     ranks = Rank(admission=Admission(admitted=7, max_waiting=9)), Rank()
     keeper = keeper_of(*ranks, open=False)
     for rank in ranks:
@@ -252,7 +252,7 @@ async def test_a_rank_that_always_answers_late_gets_its_share(
     running.cancel()
 
 
-async def test_what_will_not_get_better_is_raised() -> None:
+async def test_an_error_that_no_retry_mends_ends_the_keeper() -> None:
     class Refusing(Rank):
         async def set_capacity(self, **_: object) -> Capacity:
             raise Unauthenticated("wrong key")
@@ -339,7 +339,7 @@ class World:
     ids=["alike", "mixed", "odd", "ahead"],
 )
 @pytest.mark.service
-async def test_never_too_many(
+async def test_never_too_many_sessions_are_admitted_over_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seed: int, eta: int, sizes: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_TIMEOUT", 0.001)

@@ -83,7 +83,7 @@ def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
     assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=60)] == ["d", "e"]
 
 
-def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
+def test_the_admission_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
     until(lambda: lab.service.limits[-1:] == [8])  # min(8, 2 * 4) on top of 0 admitted
     lab.service.state |= {"admitted": 6, "running": 4, "buffered": 2}
     lab.script.give(episode("a"))

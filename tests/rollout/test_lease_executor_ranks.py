@@ -136,7 +136,7 @@ def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.Monke
     until(lambda: one.held[-1] == [])
 
 
-def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> None:
+def test_a_restarted_executor_acknowledges_again_exactly_what_steps_took(lab: Lab) -> None:
     """Its acknowledgement was lost with the trainer that sent it."""
     zero, one = lab.services
     lab.consumed |= {
@@ -155,7 +155,7 @@ def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> No
     until(lambda: zero.held[-1] == [sid(0, 5), sid(0, 6)])
 
 
-def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
+def test_an_executor_that_has_not_begun_replays_but_admits_nothing() -> None:
     lab = Lab(begin=False)
     zero, one = lab.services
     ids = [sid(rank, number) for number in range(100) for rank in (1, 0)]
@@ -178,7 +178,7 @@ def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_batches_are_sorted_where_that_is_asked_for(deterministic: bool) -> None:
+def test_batches_are_sorted_in_a_deterministic_run_only(deterministic: bool) -> None:
     lab = Lab(deterministic=deterministic)
     lab.give(0, group(0, "b", 2, 1))
     until(lambda: sid(0, 2) in (lab.services[0].held or [[]])[-1])

@@ -82,7 +82,7 @@ async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
     await ranks.close()
 
 
-async def test_all_of_them_end_before_one_fails() -> None:
+async def test_calls_to_all_ranks_end_before_the_first_error_is_raised() -> None:
     ranks = RankClients(Path("nowhere"), FleetFile(None, 3))
     ended: list[int] = []
 
@@ -107,7 +107,9 @@ def test_a_session_names_its_rank(tmp_path: Path) -> None:
             ranks.home(wrong)
 
 
-async def test_the_ranks_follow_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_follow_the_fleet_as_ranks_come_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "POLL_INTERVAL", 0.0)
     path = tmp_path / "fleet.json"
     registry = tmp_path / "registry"

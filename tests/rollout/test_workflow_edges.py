@@ -61,7 +61,7 @@ def batch_of(engines: list[Weights], version: int, *, told: int, coming: int | N
         return e.sessions_batch(stream, sampled_by(version), timeout=60), dict(e.rejected)
 
 
-def test_what_nobody_was_told_of_is_refused() -> None:
+def test_a_version_that_no_rank_was_told_of_is_refused() -> None:
     assert batch_of([Weights(5)], 6, told=5) == ([], {"invalid": 1})
     # One engine came back with old weights: the others are not wrong.
     batch, rejected = batch_of([Weights(0), Weights(5)], 5, told=5)
@@ -89,7 +89,7 @@ def test_a_reward_that_was_changed_after_the_export_is_the_one_trained_on() -> N
     assert (float(row["rewards"]), float(one.to_tensor_dict()["rewards"])) == (0.25, 0.25)
 
 
-def test_that_the_last_item_came_to_nothing_is_told_before_all_is_over() -> None:
+def test_a_rejected_last_item_is_reported_before_the_batch_ends() -> None:
     told: list[int] = []
 
     def slowly(position: int, why: str) -> None:

@@ -34,7 +34,7 @@ from tests.support.workflow_executor import (
 THIRD = Doing(lambda data: REJECT if data["n"] % 3 == 0 else None)
 
 
-def test_what_was_submitted_is_waited_for() -> None:
+def test_wait_returns_every_submitted_item_and_none_for_rejected_ones() -> None:
     with executor() as e:
         ids = [e.submit(item, THIRD) for item in items(6)]
         assert len(set(ids)) == 6
@@ -48,7 +48,7 @@ def test_what_was_submitted_is_waited_for() -> None:
         assert e.rejected == {"returned_none": 2, "not_accepted": 4}
 
 
-def test_a_group_is_one_result() -> None:
+def test_the_runs_of_a_group_are_returned_as_one_result() -> None:
     workflow = Doing()
     with executor() as e:
         e.submit({"n": 7}, Doing(), group_size=4)
@@ -59,7 +59,7 @@ def test_a_group_is_one_result() -> None:
     assert len(workflow.seen) == len(grouped["input_ids"]) == 6
 
 
-def test_those_that_are_done_come_first_in_the_order_of_their_submission() -> None:
+def test_finished_items_come_first_in_the_order_of_their_submission() -> None:
     workflow = Gated()
     with executor() as e:
         ids = [e.submit(item, workflow) for item in items(4)]
@@ -109,7 +109,9 @@ def test_more_than_training_looks_ahead_may_be_waited_for() -> None:
         assert len(e.wait(1, timeout=60)) == 1
 
 
-def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_items_that_nobody_waits_for_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("any_agent.rollout.workflow_executor.MAX_SUBMITTED", 3)
     with executor() as e:
         for item in items(3):
@@ -120,7 +122,7 @@ def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         e.submit({"n": 3}, Doing())
 
 
-def test_all_of_a_batch_in_its_order() -> None:
+def test_a_rollout_batch_keeps_the_order_of_its_items() -> None:
     async def think(data: dict[str, Any]) -> Any:
         await asyncio.sleep(0.001)
         return REJECT if data["n"] == 5 else None
@@ -149,7 +151,7 @@ class Loader:
             yield all_of_them[k : k + self.batch_size]
 
 
-def test_batches_go_round_the_loader() -> None:
+def test_batches_begin_the_loader_anew_at_its_end() -> None:
     loader = Loader(6, 4)
     workflow = Doing(lambda data: REJECT if data["n"] == 2 else None)
     with executor() as e:
@@ -205,7 +207,7 @@ def test_a_loaders_items_come_again_where_their_batch_broke() -> None:
     assert [numbers(r) for r in batch] == [[0], [3], [4], [5]]
 
 
-def test_the_next_batch_is_made_meanwhile() -> None:
+def test_the_next_batch_is_sampled_while_the_trainer_works() -> None:
     workflow = Doing()
     data = items(100)
     with executor(batch_size=4, eta=1) as e:
@@ -236,7 +238,7 @@ def test_an_executor_keeps_to_its_loader_and_workflow() -> None:
     ("loader", "error"),
     [(["text"], TypeError), ([["text"]], TypeError), (iter(items(2)), ValueError)],
 )
-def test_what_is_no_loader_is_refused(loader: Any, error: type[Exception]) -> None:
+def test_a_loader_of_the_wrong_type_or_form_is_refused(loader: Any, error: type[Exception]) -> None:
     with executor() as e, pytest.raises(error):
         e.prepare_batch(loader, Doing(), timeout=60)
         e.prepare_batch(loader, Doing(), timeout=60)
@@ -340,7 +342,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
         assert len(e.sessions_batch(stream, workflow, timeout=60)) == 4
 
 
-def test_an_episode_knows_its_context() -> None:
+def test_an_episode_knows_its_task_and_sampling() -> None:
     sampling = GenerationHyperparameters(temperature=0.7)
     greedy = sampling.new(temperature=0.0)
     workflow = Doing()
@@ -409,7 +411,7 @@ def test_while_paused_only_evaluations_begin() -> None:
         assert e.wait_for_task(after, timeout=60) is not None
 
 
-def test_evaluations_have_places_of_their_own() -> None:
+def test_evaluations_run_beside_a_full_set_of_training_episodes() -> None:
     train, evaluation = Gated(), Gated()
     with executor(max_concurrent=2, eta=5) as e:
         for item in items(4):
@@ -448,7 +450,7 @@ def test_an_interrupt_ends_the_wait() -> None:
             e.prepare_batch(items(3), workflow)
 
 
-def test_several_callers_at_once_get_their_own() -> None:
+def test_several_callers_at_once_each_get_their_own_results() -> None:
     with executor(batch_size=2, eta=0, max_concurrent=3) as e:
         results: list[list[int]] = []
 
@@ -465,7 +467,7 @@ def test_several_callers_at_once_get_their_own() -> None:
 
 
 @pytest.mark.parametrize("is_eval", [True, False])
-def test_what_runs_and_what_waits_are_both_forgotten(is_eval: bool) -> None:
+def test_dropped_items_are_forgotten_whether_running_or_waiting(is_eval: bool) -> None:
     workflow = Gated()
     with executor(max_concurrent=2, batch_size=2, eta=0) as e:
         ids = [e.submit(item, workflow, is_eval=is_eval) for item in items(5)]
@@ -486,7 +488,7 @@ def test_what_runs_and_what_waits_are_both_forgotten(is_eval: bool) -> None:
         e.submit({"n": 3}, workflow, task_id=ids[1], is_eval=is_eval)
 
 
-def test_what_has_ended_is_forgotten() -> None:
+def test_dropping_a_finished_item_frees_its_room() -> None:
     workflow = Gated()
     with executor(max_concurrent=4, batch_size=4, eta=0) as e:
         (first, second) = (e.submit({"n": n}, workflow, group_size=2) for n in (0, 1))
@@ -541,7 +543,7 @@ def test_of_two_who_wait_for_more_than_there_is_one_is_told() -> None:
     assert "3 items" in str(error)
 
 
-def test_a_batch_that_another_thread_takes_from() -> None:
+def test_a_batch_that_another_thread_takes_from_fails_by_name() -> None:
     flow = Gated()
     with executor() as e, ThreadPoolExecutor(1) as threads:
         future = threads.submit(e.rollout_batch, items(3), flow)

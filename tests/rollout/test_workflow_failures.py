@@ -110,7 +110,7 @@ def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
     assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
 
 
-def test_a_success_now_and_then_is_enough() -> None:
+def test_a_success_now_and_then_keeps_a_failing_run_alive() -> None:
     workflow = Doing(lambda data: None if data["n"] % 8 == 0 else ValueError("often"))
     with executor(max_failures=8, max_concurrent=1) as e:
         assert len(e.rollout_batch(items(80), workflow)) == 10
@@ -175,7 +175,7 @@ def test_one_event_that_hits_all_that_runs_ends_nothing() -> None:
     assert e.rejected == {"failed": 64}
 
 
-def test_a_service_that_is_away_is_tried_gently() -> None:
+def test_retries_of_a_service_that_is_away_are_spaced_out() -> None:
     """Each try costs an item of the dataset: not one after the other as fast as they fail."""
     begun: list[float] = []
 
@@ -214,5 +214,5 @@ class WithStatus(Exception):
         (ValueError(), False),
     ],
 )
-def test_what_may_pass(error: Exception, passing: bool) -> None:
+def test_errors_that_may_pass_are_told_from_lasting_ones(error: Exception, passing: bool) -> None:
     assert is_transient(error) is passing

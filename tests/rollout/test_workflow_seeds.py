@@ -51,7 +51,7 @@ def seeds(*, is_eval: bool = False, **config: Any) -> list[int | None]:
     return sorted(engine.seeds, key=str)
 
 
-def test_each_call_has_its_own() -> None:
+def test_each_call_of_a_deterministic_run_has_its_own_seed() -> None:
     train, judged = seeds(deterministic=True), seeds(deterministic=True, is_eval=True)
     for found in (train, judged):
         # Two items, two runs, three calls.

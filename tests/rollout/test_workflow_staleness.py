@@ -221,7 +221,7 @@ def test_sessions_that_end_in_their_order_are_at_most_eta_steps_old(
 
 @given(sizes, actions, st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
-def test_groups_that_do_not_fill_a_batch(
+def test_groups_that_do_not_fill_a_batch_never_stop_the_rollout(
     size: dict[str, int], actions: list[tuple[int, str]], more: int
 ) -> None:
     """Members are lost one by one, and batches are no multiple of groups: it never stands still."""
@@ -230,7 +230,7 @@ def test_groups_that_do_not_fill_a_batch(
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_so_much_runs_ahead_and_no_more(eta: int) -> None:
+def test_episodes_run_ahead_by_eta_plus_one_batches_and_no_more(eta: int) -> None:
     """A trainer that never comes back for more."""
 
     async def run() -> int:

@@ -52,7 +52,9 @@ def test_what_exists_is_not_replaced_unasked(target: Path) -> None:
 
 
 @INTERRUPTIONS
-def test_interrupted_while_it_is_written(target: Path, error: type[BaseException]) -> None:
+def test_a_folder_interrupted_while_it_is_written_keeps_the_old_one(
+    target: Path, error: type[BaseException]
+) -> None:
     with pytest.raises(error), atomic_folder(target, replace=True) as folder:
         (folder / "file").write_text("half")
         raise error
@@ -63,7 +65,7 @@ def test_interrupted_while_it_is_written(target: Path, error: type[BaseException
 @INTERRUPTIONS
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("call", [1, 2])
-def test_interrupted_at_a_rename(
+def test_a_folder_interrupted_at_a_rename_stays_whole(
     target: Path,
     call: int,
     after: bool,
@@ -117,7 +119,9 @@ def test_removing_is_seen_at_once(target: Path, monkeypatch: pytest.MonkeyPatch)
         ("é", "é\nnew\n"),
     ],
 )
-def test_a_line_is_a_line_of_its_own(tmp_path: Path, before: str | None, after: str) -> None:
+def test_an_appended_line_starts_on_a_line_of_its_own(
+    tmp_path: Path, before: str | None, after: str
+) -> None:
     path = tmp_path / "lines"
     if before is not None:
         path.write_text(before, encoding="utf-8")

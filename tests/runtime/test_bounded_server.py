@@ -146,7 +146,9 @@ async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "], ids=["nothing", "half a head"])
-async def test_a_head_has_an_end(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+async def test_a_request_head_that_never_ends_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     monkeypatch.setattr(bounded_server, "KEEPALIVE", 0.1)
     async with _running(8, monkeypatch) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -155,7 +157,9 @@ async def test_a_head_has_an_end(monkeypatch: pytest.MonkeyPatch, sent: bytes) -
         writer.close()
 
 
-async def test_a_body_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_body_that_is_too_slow_or_too_long_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with _running(8, monkeypatch) as port:
         for part_timeout, says in ((60.0, "this server's time limit (0.2 s)"), (0.1, "no part")):
             monkeypatch.setattr(bounded_server, "PART_TIMEOUT", part_timeout)
@@ -193,7 +197,7 @@ async def test_malformed_http_is_answered_and_not_logged(
     assert not [record for record in caplog.records if record.levelno >= logging.INFO]
 
 
-async def test_a_bug_is_logged_and_not_told(
+async def test_an_unexpected_error_is_logged_and_hidden_from_the_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _running(8, monkeypatch) as port:

@@ -49,7 +49,7 @@ def test_each_part_is_decoded_wherever_it_is_cut(coding: str, body: bytes, at_on
 @pytest.mark.parametrize(
     "size", [0, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]
 )
-def test_nothing_stays_behind_a_full_piece(size: int) -> None:
+def test_decoding_leaves_no_bytes_behind_a_full_piece(size: int) -> None:
     assert _decoded("gzip", gzip.compress(b"x" * size)) == b"x" * size
 
 
@@ -68,6 +68,6 @@ def test_other_codings_are_refused_with_those_that_are_taken(values: list[str]) 
     assert error.value.headers()["Accept-Encoding"] == "gzip, deflate"
 
 
-def test_identity_is_no_coding() -> None:
+def test_the_coding_named_identity_is_ignored() -> None:
     assert coding_of(["identity", " gzip ,identity"]) == "gzip"
     assert coding_of([" identity", ""]) is None

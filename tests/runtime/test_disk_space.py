@@ -51,7 +51,7 @@ def test_a_full_disk_is_known_by_its_error(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error", [None, OSError(errno.EIO, "Input/output error"), ValueError("28"), chained(KeyError())]
 )
-def test_other_errors_are_none(error: Exception | None) -> None:
+def test_other_errors_do_not_count_as_a_full_disk(error: Exception | None) -> None:
     assert not is_disk_full(error)
 
 
@@ -134,7 +134,7 @@ def test_a_stop_ends_the_wait(free: SimpleNamespace, tmp_path: Path) -> None:
     assert "the checkpoint waits" in str(ended[0]) and disk.waiting is None
 
 
-def test_a_real_disk(tmp_path: Path) -> None:
+def test_space_is_judged_rightly_on_a_real_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         assert has_space(tmp_path, disk.folder)
         disk.fill(leave=1 << 19)

@@ -31,7 +31,9 @@ async def started(coroutine: object) -> None:
 begun: set[asyncio.Task[None]] = set()
 
 
-def test_tasks_that_somebody_left(thread: LoopThread, caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_left_on_a_stopped_loop_are_ended_in_order(
+    thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
     ended: list[str] = []
 
     async def agent() -> None:
@@ -64,7 +66,7 @@ def test_tasks_that_somebody_left(thread: LoopThread, caplog: pytest.LogCaptureF
     assert thread.loop.is_closed()
 
 
-def test_a_task_that_wants_to_end_the_process(thread: LoopThread) -> None:
+def test_a_task_that_raises_system_exit_does_not_keep_the_loop_open(thread: LoopThread) -> None:
     async def ends() -> None:
         try:
             await asyncio.sleep(1000)
@@ -77,7 +79,7 @@ def test_a_task_that_wants_to_end_the_process(thread: LoopThread) -> None:
     begun.clear()
 
 
-def test_a_task_that_does_not_end(
+def test_a_task_that_ignores_cancellation_is_logged_and_left(
     thread: LoopThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_thread, "CANCEL_TIMEOUT", 0.05)

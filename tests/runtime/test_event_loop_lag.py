@@ -42,7 +42,7 @@ async def test_the_watch_ends_with_its_context() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_each_step_is_told_and_nothing_else_changes() -> None:
+async def test_the_time_of_each_step_of_a_coroutine_is_reported() -> None:
     held: list[float] = []
     free = asyncio.Event()
 

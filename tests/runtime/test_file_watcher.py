@@ -24,7 +24,7 @@ def number(content: bytes) -> int:
     return int(content)
 
 
-def test_a_change_is_seen(tmp_path: Path) -> None:
+def test_a_change_of_a_watched_file_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "n"
     watched = WatchedFile(path, number, 0, every=0.0)
     assert watched.get() == 0, "there was none"
@@ -46,7 +46,7 @@ def test_a_change_that_leaves_its_attributes_is_seen(tmp_path: Path) -> None:
     assert watched.get() == 2
 
 
-def test_it_is_looked_at_no_more_often_than_asked_for(tmp_path: Path) -> None:
+def test_a_watched_file_is_read_no_more_often_than_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("1")
     watched = WatchedFile(path, number, 0, every=3600.0)
@@ -60,7 +60,7 @@ def _too_many_files(*_: object, **__: object) -> int:
 
 
 @pytest.mark.parametrize("how", ["broken", "gone", "others may read it", "no descriptor is left"])
-def test_what_is_broken_or_gone_goes_on_as_it_was(
+def test_a_watched_file_that_breaks_or_goes_keeps_its_last_value(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     path = tmp_path / "n"
@@ -94,7 +94,7 @@ def test_a_change_is_seen_where_what_is_told_of_files_is_old(
     assert watched.get() == 22
 
 
-def test_what_is_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
+def test_a_watched_file_that_is_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("x")
     with pytest.raises(ValueError):

@@ -132,7 +132,7 @@ def test_a_message_that_cannot_be_formatted_tells_no_secret(
     assert "Traceback" not in text
 
 
-def test_json_lines_have_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_lines_have_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info", "json", part="rank-1")
     before = datetime.now(UTC)
     log = logging.getLogger("proxy_ext.calls.call_manager")

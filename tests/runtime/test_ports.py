@@ -24,7 +24,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "fe80::zz", "192.0.2.1"])
-def test_an_address_that_is_not_ours(host: str) -> None:
+def test_an_address_of_another_machine_cannot_be_reserved(host: str) -> None:
     with fails_with(ConfigError, f"{host}:0"):
         reserve(host, 0)
 

@@ -36,7 +36,9 @@ def test_malformed_urls_of_engines_are_refused(url: str) -> None:
         require_private_url(url)
 
 
-def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_resolves_to_a_public_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = ["10.0.0.1"]
 
     def look_up(host: str, *_: object, **__: object) -> list[object]:

@@ -26,7 +26,7 @@ print(done.returncode != 0, done.stdout)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-def test_other_processes_cannot_read_its_environment() -> None:
+def test_other_processes_cannot_read_the_environment_of_a_hidden_one() -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -57,7 +57,9 @@ def attend(tree: TreePass, own: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("size", [16, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
-def test_attention_is_that_of_a_dense_mask(seed: int, dtype: torch.dtype, size: int) -> None:
+def test_attention_on_a_gpu_equals_that_of_a_dense_mask(
+    seed: int, dtype: torch.dtype, size: int
+) -> None:
     tries = [random_trie(seed), large_trie(seed, 100_000), large_trie(seed, 700)]
     for built, passes in tries:
         n = len(built.tokens)

@@ -102,12 +102,16 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(
         (replace(LORA, targets=("q_proj",)), "train.lora.target_modules"),
     ],
 )
-def test_another_adapter_is_refused(saved: Path, lora: Lora | None, said: str) -> None:
+def test_a_checkpoint_is_not_resumed_with_another_adapter(
+    saved: Path, lora: Lora | None, said: str
+) -> None:
     with fails_with(ConfigError, said):
         load_checkpoint(saved, replace(CONFIG, lora=lora))
 
 
-def test_another_base_is_refused(saved: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_adapters_checkpoint_is_not_resumed_on_another_base(
+    saved: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     other = save_tiny_model(tmp_path / "model", seed=1)
     with fails_with(ConfigError, "model.safetensors"):
         load_checkpoint(saved, CONFIG, base=other)

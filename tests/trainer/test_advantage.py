@@ -24,7 +24,7 @@ def session(*rewards: float, counted: list[bool] | None = None) -> SessionReward
     return SessionRewards(rewards, counted if counted is not None else [True] * len(rewards))
 
 
-def test_the_worked_example_holds() -> None:
+def test_advantages_of_the_documents_worked_example_hold() -> None:
     """Discount 0.9; sessions right; wrong then right; wrong, wrong; wrong, wrong."""
     group = [session(1.0), session(0.9, 1.0), session(0.0, 0.0), session(0.0, 0.0)]
     (got,) = group_advantages([group])
@@ -43,12 +43,12 @@ def test_equal_scores_are_zero_variance_even_if_turns_differ() -> None:
     assert got.advantages == ((0.0, 0.0), (0.0, 0.0))
 
 
-def test_rounding_is_not_variance() -> None:
+def test_scores_that_differ_by_rounding_have_no_variance() -> None:
     (got,) = group_advantages([[session(0.1, 0.2, 0.3), session(0.2)]])
     assert got.zero_variance
 
 
-def test_one_score_in_a_group_of_several_is_nothing_to_compare() -> None:
+def test_a_group_with_one_score_of_several_has_no_advantage() -> None:
     (got,) = group_advantages([[session(1.0), session(9.0, counted=[False])]])
     assert got.zero_variance and got.advantages == ((0.0,), (0.0,))
 
@@ -80,7 +80,7 @@ STAYS = [0, 1, 3]
 
 
 @pytest.mark.parametrize("normalize_std", ["group", "none"])
-def test_grpo_by_its_formula(normalize_std: str) -> None:
+def test_grpo_advantages_equal_their_formula(normalize_std: str) -> None:
     """A session counts once; a group of one uses the batch, but for dropped groups."""
     got = group_advantages(UNEVEN, normalize_std)
     batch = [score for k in STAYS for score in SCORES[k]]
@@ -95,7 +95,7 @@ def test_grpo_by_its_formula(normalize_std: str) -> None:
                 assert a == pytest.approx((r - b) / scale if c and k in STAYS else 0.0)
 
 
-def test_leave_one_out() -> None:
+def test_rloo_advantages_compare_with_the_other_sessions_of_the_group() -> None:
     got = estimate_advantages(UNEVEN, config("rloo"))
     batch = [score for k in STAYS for score in SCORES[k]]
     for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
@@ -120,7 +120,7 @@ def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
                 assert a == pytest.approx((r - mean) / (std + STD_FLOOR) if c else 0.0)
 
 
-def test_the_groups_mean_and_then_the_batch() -> None:
+def test_reinforce_pp_centres_on_the_group_and_scales_by_the_batch() -> None:
     got = estimate_advantages(UNEVEN, config("reinforce_pp_baseline"))
     batch = [score for k in STAYS for score in SCORES[k]]
     means = [statistics.fmean(s if len(s) > 1 else batch) for s in SCORES]
@@ -134,7 +134,7 @@ def test_the_groups_mean_and_then_the_batch() -> None:
         assert got[k].zero_variance is (k not in STAYS)
 
 
-def test_grpo_with_the_deviation_of_the_batch() -> None:
+def test_grpo_advantages_can_be_scaled_by_the_batchs_deviation() -> None:
     got = group_advantages(UNEVEN, "batch")
     batch = [score for k in STAYS for score in SCORES[k]]
     std = statistics.stdev(batch)
@@ -145,7 +145,7 @@ def test_grpo_with_the_deviation_of_the_batch() -> None:
             assert advantages[0] == pytest.approx(expected)
 
 
-def test_the_others_without_a_deviation() -> None:
+def test_rloo_and_reinforce_pp_can_go_without_or_with_a_batch_deviation() -> None:
     plain = config("reinforce_pp_baseline", normalize_std="none")
     got = [one.advantages for one in estimate_advantages(UNEVEN, plain)]
     assert got == [one.advantages for one in group_advantages(UNEVEN, "none")]
@@ -177,7 +177,7 @@ def test_a_batch_without_variance_is_not_blown_up(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_what_says_nothing_gets_nothing(estimator: str) -> None:
+def test_a_session_without_a_counted_reward_gets_no_advantage(estimator: str) -> None:
     mute = session(9.0, counted=[False])
     groups = [[session(1.0), session(0.0), mute], [mute], [mute, mute]]
     one, alone, two = estimate_advantages(groups, config(estimator))

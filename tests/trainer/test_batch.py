@@ -46,7 +46,7 @@ def advantages(batch: TrainingBatch) -> list[float]:
     return [float(row["advantages"]) for row in batch.rows]
 
 
-def test_what_is_fresh_is_trained_on() -> None:
+def test_fresh_sessions_are_all_trained_on() -> None:
     batch = batch_of(pair("a"), pair("b", turns=2))
     assert batch.trained == ["a-good", "a-bad", "b-good", "b-bad"]
     assert batch.rejected == {}
@@ -101,12 +101,12 @@ def test_with_old_tokens_only_a_session_is_stale_and_still_in_the_baseline() -> 
     assert batch.ages == [0, 0, 0, 0]
 
 
-def test_eta_is_the_last_age_that_counts() -> None:
+def test_a_session_of_age_eta_is_trained_on_and_an_older_one_is_stale() -> None:
     assert batch_of(pair("a"), step=2, eta=2).rejected == {}
     assert set(batch_of(pair("a"), step=3, eta=2).rejected.values()) == {"stale"}
 
 
-def test_a_fresh_turn_after_an_old_one() -> None:
+def test_a_session_with_one_fresh_turn_trains_on_that_turn_alone() -> None:
     first = interaction("first", session="s", version=0)
     second = interaction("second", "first", session="s", version=3)
     mixed = Trajectory("s", "g", [first, second], final_reward=1.0)
@@ -146,7 +146,7 @@ def test_a_session_that_the_model_cannot_compute_is_left_out_and_still_in_the_ba
     assert advantages(batch)[-3:] == [-1.0, -1.0, -1.0]
 
 
-def test_nothing_but_leftovers() -> None:
+def test_a_batch_of_stale_and_untrainable_sessions_trains_nothing() -> None:
     batch = batch_of([session("odd", 1.0, untrainable="x")], pair("a"), step=9)
     assert batch.rows == [] and batch.trained == []
     assert batch.rejected == {"odd": "untrainable", "a-good": "stale", "a-bad": "stale"}
@@ -178,7 +178,7 @@ def mean_law(aggregation: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", MEANS)
-def test_the_mean_that_the_loss_is(aggregation: str) -> None:
+def test_token_weights_give_the_mean_that_the_settings_name(aggregation: str) -> None:
     mean_law(aggregation)
     sums = [n * u for n, u in zip((2, 2, 2, 4), MEANS[aggregation], strict=True)]
     if aggregation == "turn":
@@ -271,11 +271,13 @@ def test_a_baseline_over_the_batch_keeps_groups_that_score_alike() -> None:
     ],
     ids=["differ", "same", "untrainable", "one left"],
 )
-def test_episodes_without_a_signal(episode: list[Trajectory], why: str | None) -> None:
+def test_an_episode_without_a_signal_is_rejected_with_its_reason(
+    episode: list[Trajectory], why: str | None
+) -> None:
     assert ZeroVarianceGroups(CONFIG).reject_reason(episode) == why
 
 
-def test_the_order_of_a_group_is_that_of_its_tokens() -> None:
+def test_the_order_of_a_group_depends_on_its_tokens_alone() -> None:
     """Whoever came first, and whatever the sessions are called."""
     short, long = session("a", 1.0), session("b", 0.0, turns=2)
     sampled = SampledSession(

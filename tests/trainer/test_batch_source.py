@@ -116,7 +116,9 @@ def test_a_trainer_that_dies_anywhere_ends_as_one_that_does_not(
     assert_same_outcome(undisturbed, outcome(again))
 
 
-def test_what_comes_to_nothing_is_done_with_and_told(settings: list[str]) -> None:
+def test_items_that_teach_nothing_are_counted_and_not_repeated_in_the_epoch(
+    settings: list[str],
+) -> None:
     """Items 1 and 4 teach nothing, item 2 fails: none of them comes again in this epoch."""
     workflow = Alternating(dull=(1, 4), failing=(2,))
     lab = DataLab(config_of(settings, "train.steps=3", "train.checkpoint_every=9"), workflow)
@@ -174,7 +176,7 @@ def test_the_rate_falls_until_the_epochs_end(settings: list[str]) -> None:
     assert rates(4, *larger, before=begun)[1] == pytest.approx([1, 1 / 2, 1 / 2, 1 / 4])
 
 
-def test_the_epochs_are_so_many_steps(settings: list[str]) -> None:
+def test_the_number_of_steps_follows_from_the_epochs(settings: list[str]) -> None:
     """A warm-up that is longer is refused; a workflow that makes groups itself makes more."""
     workflow = GroupedRolloutWorkflow(Alternating(), 2)
     lab = DataLab(config_of(settings, "train.epochs=2"), workflow, items=3)
@@ -197,7 +199,7 @@ def test_other_settings_do_not_change_steps_that_are_made_again(
     assert_same_outcome(undisturbed, outcome(again))
 
 
-def test_agents_outside_take_a_turn_in_between(settings: list[str]) -> None:
+def test_a_dataset_run_goes_on_after_steps_of_external_agents(settings: list[str]) -> None:
     """The dataset is gone on with where it was left."""
     assert DataLab(config_of(settings, "train.steps=2")).trainer.train()
     outside = Lab(config_of(settings, "train.steps=3", "rollout.eta=9"), [pair("p")], version=2)
@@ -220,7 +222,7 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
     assert again.left == {"length": 10, "seed": 1, "shuffle": False, "low": 4, "beyond": []}
 
 
-def test_a_step_that_is_not_finite_when_made_again_is_none(settings: list[str]) -> None:
+def test_a_repeated_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     config = config_of(settings, "train.checkpoint_every=9")
     again = DataLab(config, before=DataLab(config).die("manifest"))
 
@@ -240,7 +242,7 @@ def test_a_step_that_is_not_finite_when_made_again_is_none(settings: list[str]) 
     assert positions(again) == [[0, 1, 2, 3]]
 
 
-def test_what_came_to_nothing_at_the_end_does_not_come_again(settings: list[str]) -> None:
+def test_items_without_a_result_at_the_end_are_not_run_after_a_restart(settings: list[str]) -> None:
     config = config_of(settings, "train.steps=9", "train.epochs=1", "train.checkpoint_every=1")
     lab = DataLab(config, Alternating(dull=(2,)), items=3)
     assert lab.trainer.train()
@@ -250,7 +252,7 @@ def test_what_came_to_nothing_at_the_end_does_not_come_again(settings: list[str]
 
 
 @pytest.mark.timeout(120)
-def test_a_dataset_that_times_out_ends_it(settings: list[str]) -> None:
+def test_a_timeout_of_the_dataset_ends_the_training(settings: list[str]) -> None:
     """It is no wait that goes on."""
 
     class Away(list[dict[str, Any]]):
@@ -285,7 +287,7 @@ class Waiting(Alternating):
         (8, 9, 60, range(8), "groups had nothing to learn from"),
     ],
 )
-def test_a_long_wait_is_told_with_what_is_there(
+def test_a_long_wait_is_announced_with_what_has_come_so_far(
     settings: list[str],
     monkeypatch: pytest.MonkeyPatch,
     steps: int,
@@ -307,7 +309,7 @@ def test_a_long_wait_is_told_with_what_is_there(
     assert told(), lines
 
 
-def test_another_dataset_is_refused(settings: list[str]) -> None:
+def test_a_run_is_not_resumed_over_a_dataset_of_another_length(settings: list[str]) -> None:
     config = config_of(settings, "train.steps=1")
     assert DataLab(config).trainer.train()
     with fails_with(ConfigError, "7 items", "10"):
@@ -325,7 +327,7 @@ def test_another_dataset_is_refused(settings: list[str]) -> None:
         ("max_dull_groups=20", {}, False, ("20 groups", "20 not_accepted")),
     ],
 )
-def test_items_that_come_to_nothing_for_ever_end_it_with_the_reason(
+def test_items_that_never_teach_anything_end_training_with_the_reason(
     settings: list[str], limit: str, how: dict[str, Any], accepts: bool, reason: tuple[str, ...]
 ) -> None:
     config = config_of(settings, f"rollout.{limit}")

@@ -76,7 +76,9 @@ def test_going_on_equals_never_having_stopped_bit_for_bit(
             assert torch.equal(moment, again.optimizer.state[b][key]), (name, key)
 
 
-def test_a_checkpoint_before_the_first_step(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_step_is_resumed_exactly(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     path = save_checkpoint(tmp_path, policy, tiny_model_dir, {})
     assert path.name == "step-00000000"
@@ -211,7 +213,7 @@ def in_format(number: int, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_another_format_is_refused(root: Path, number: int) -> None:
+def test_a_checkpoint_of_another_format_is_refused(root: Path, number: int) -> None:
     path = in_format(number, root / "step-00000003")
     with fails_with(StartupError, f"format {number}", "format 2"):
         load_checkpoint(path, CONFIG)

@@ -96,7 +96,7 @@ def resumed(killed: Lab) -> Lab:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.service
-def test_the_newest_whole_one_is_used(
+def test_training_resumes_from_the_newest_undamaged_checkpoint(
     settings: list[str],
     killed: Lab,
     uninterrupted: dict[str, Any],
@@ -116,7 +116,7 @@ def test_the_newest_whole_one_is_used(
 
 
 @pytest.mark.parametrize("damage", STRUCTURAL)
-def test_without_checksums_the_form_is_checked(
+def test_a_checkpoint_without_checksums_is_checked_by_its_form(
     settings: list[str], killed: Lab, uninterrupted: dict[str, Any], damage: str
 ) -> None:
     root = killed.trainer.dir.checkpoints
@@ -127,7 +127,7 @@ def test_without_checksums_the_form_is_checked(
     assert (root / "damaged-step-00000004").is_dir()
 
 
-def test_one_without_checksums_is_loaded_and_said_so(
+def test_a_checkpoint_without_checksums_is_loaded_with_a_notice(
     settings: list[str],
     killed: Lab,
     uninterrupted: dict[str, Any],
@@ -141,7 +141,7 @@ def test_one_without_checksums_is_loaded_and_said_so(
     assert [ids[0] for ids in again.executor.replayed] == ["p4-good"]
 
 
-def test_without_a_whole_one_training_does_not_begin_anew(
+def test_training_does_not_begin_anew_where_every_checkpoint_is_damaged(
     settings: list[str], killed: Lab, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
     root = killed.trainer.dir.checkpoints

@@ -74,7 +74,7 @@ def by_item(reward: dict[int, Any]) -> Doing:
     return Doing(do)
 
 
-def test_when_it_is_due(tmp_path: Path) -> None:
+def test_evaluations_are_made_at_the_steps_that_the_settings_name(tmp_path: Path) -> None:
     with executor() as e:
         for number, (settings, due) in enumerate(
             (
@@ -114,7 +114,7 @@ def test_an_evaluation_has_means_and_counts_failures(tmp_path: Path) -> None:
     assert "left out 2 (failed)  left out 2 (returned_none)" in lab.said[0]
 
 
-def test_runs_of_one_item_are_no_independent_draws() -> None:
+def test_figures_average_each_item_first_over_its_own_runs() -> None:
     found = figures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
     assert found["reward"] == pytest.approx((0.5 + 1 + 0.5) / 3)
     assert found["best"] == pytest.approx((1 + 1 + 0.5) / 3)
@@ -153,7 +153,7 @@ def test_workflows_know_that_they_are_evaluated(tmp_path: Path) -> None:
     assert not [name for name in stats if name.endswith("__count")]
 
 
-def test_what_takes_too_long_is_left_out(tmp_path: Path) -> None:
+def test_episodes_that_take_too_long_are_cancelled_and_counted_as_timeouts(tmp_path: Path) -> None:
     workflow = Gated()
     with executor(max_concurrent=2) as e:
         lab = Lab(tmp_path, e)
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_an_evaluation(tmp_path: Path) -> None:
     assert not lab.metrics.exists()
 
 
-def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
+def test_an_evaluation_is_exported_as_metrics_and_printed(tmp_path: Path) -> None:
     metrics = TrainerMetrics(dict)
     with executor() as e:
         lab = Lab(tmp_path, e)

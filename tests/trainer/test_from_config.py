@@ -74,12 +74,14 @@ def test_the_rate_falls_towards_the_least_share(kind: str) -> None:
         (["train.kl_coef=-0.1"], "train.kl_coef"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(given: list[str], said: str) -> None:
+def test_settings_that_contradict_each_other_are_refused_by_name(
+    given: list[str], said: str
+) -> None:
     with fails_with(ConfigError, said):
         load_config(None, given, {})
 
 
-def test_workflows_have_the_seed_of_a_deterministic_run(
+def test_a_deterministic_run_gives_its_seed_to_its_workflows(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}

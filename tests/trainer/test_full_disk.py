@@ -86,7 +86,7 @@ def filled(fill: Callable[[], None], when: int) -> Callable[[Method, bool], Meth
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_training_waits_and_goes_on_exactly(
+def test_training_waits_for_a_full_disk_and_goes_on_exactly(
     settings: list[str], disk: Disk, uninterrupted: dict[str, Any], boundary: str
 ) -> None:
     lab = Lab(config_of(settings, *RUN), episodes())
@@ -136,7 +136,7 @@ def test_a_stop_ends_the_wait_for_the_first_write_of_all(settings: list[str], di
     assert lab.trainer.disk.waiting is None
 
 
-def test_the_space_of_the_disk_counts_that_a_folder_is_linked_to(
+def test_space_is_measured_on_the_disk_that_a_linked_folder_lies_on(
     settings: list[str], disk: Disk, tmp_path: Path
 ) -> None:
     """Checkpoints lie on a large disk, the rest of the run on one that has no room for any."""

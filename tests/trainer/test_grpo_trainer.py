@@ -101,7 +101,7 @@ class Nothing(RolloutWorkflow):
         return None
 
 
-def test_a_process_that_is_led_starts_nothing_and_follows_once(
+def test_a_process_that_follows_another_starts_no_service(
     config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = SimpleNamespace(leads=False)
@@ -140,7 +140,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(
     assert "start" not in FakeService.made.calls
 
 
-def test_layers_that_the_model_has_and_passes_over_a_dataset_are_not(
+def test_layers_that_the_model_has_and_epochs_of_a_dataset_are_accepted(
     config: Config, fakes: None
 ) -> None:
     given = changed(config, "train.lora.target_modules=q_proj", "train.epochs=2")
@@ -171,7 +171,7 @@ def test_workflows_that_cannot_be_run_are_refused_before_the_model_loads(
     assert FakeService.made.calls == (["start", "stop"] if dataset is None else ["stop"])
 
 
-def test_whoever_asks_for_the_url_has_a_service_and_agents_outside_have_one_at_once(
+def test_the_service_starts_at_once_without_a_dataset_and_else_when_asked_for(
     config: Config, fakes: None
 ) -> None:
     with GRPOTrainer(config):
@@ -185,7 +185,9 @@ def test_whoever_asks_for_the_url_has_a_service_and_agents_outside_have_one_at_o
     assert dashboard == "dashboard http://127.0.0.1:1/ui" and line.endswith("http://127.0.0.1:1")
 
 
-def test_a_config_and_data_that_nothing_can_run_on(config: Config) -> None:
+def test_data_that_cannot_be_trained_on_is_refused_before_the_service_starts(
+    config: Config,
+) -> None:
     """It is told before the service is started."""
     with fails_with(ConfigError, "a str"):
         GRPOTrainer("my.yaml")  # type: ignore[arg-type]
@@ -197,7 +199,7 @@ def test_a_config_and_data_that_nothing_can_run_on(config: Config) -> None:
         GRPOTrainer(config, train_dataset=[{"n": 1}], valid_dataset=((1, 2),))
 
 
-def test_an_evaluation_without_data(config: Config, fakes: None) -> None:
+def test_an_evaluation_without_a_dataset_is_refused(config: Config, fakes: None) -> None:
     with (
         fails_with(ConfigError, "valid_dataset"),
         GRPOTrainer(changed(config, "eval.every=5"), train_dataset=[{"n": 1}]) as trainer,
@@ -210,7 +212,7 @@ def test_an_evaluation_without_data(config: Config, fakes: None) -> None:
     ("number", "code", "end"), [(signal.SIGINT, 130, "stop"), (signal.SIGTERM, 143, "drain")]
 )
 @pytest.mark.parametrize("step", [None, 7])
-def test_told_to_stop_it_tells_the_checkpoint_and_how_to_go_on(
+def test_a_trainer_that_is_stopped_names_its_checkpoint_and_how_to_go_on(
     config: Config,
     fakes: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -283,7 +285,7 @@ def resolved(fakes: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (None, Numbered, {"x": 3}, 3, False),
     ],
 )
-def test_which_workflow_is_evaluated(
+def test_evaluations_use_the_workflow_and_arguments_that_they_are_given(
     config: Config,
     resolved: list[Any],
     kwargs: Any,

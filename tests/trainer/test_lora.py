@@ -43,7 +43,7 @@ from trainer.weight_folders import holds_weights, publish_to_disk
 # -- what is trained -------------------------------------------------------------------------------
 
 
-def test_the_first_version_is_the_base_bit_for_bit(tiny_model_dir: Path) -> None:
+def test_the_first_version_of_an_adapter_is_the_base_bit_for_bit(tiny_model_dir: Path) -> None:
     rows = random_rows(0, dtype=torch.float32)
     base, policy = Policy.load(tiny_model_dir), Policy.load(tiny_model_dir, CONFIG)
     expected, found = weights_of(base), weights_of(policy)
@@ -53,7 +53,9 @@ def test_the_first_version_is_the_base_bit_for_bit(tiny_model_dir: Path) -> None
         assert torch.equal(one, other)
 
 
-def test_only_the_adapter_is_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_training_an_adapter_changes_no_weight_of_the_base(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     adapter = adapter_tensors(policy.model)
@@ -150,7 +152,7 @@ def published_is_trained(model: Path, folder: Path) -> float:
     return difference
 
 
-def test_engines_load_what_is_trained(
+def test_engines_load_the_weights_that_an_adapter_trained(
     tiny_model_dir: Path, tmp_path: Path, record_property: Any
 ) -> None:
     difference = published_is_trained(tiny_model_dir, tmp_path)
@@ -191,7 +193,7 @@ def test_a_folder_is_recognised_until_the_next_step(tiny_model_dir: Path, tmp_pa
 # -- settings --------------------------------------------------------------------------------------
 
 
-def test_the_seed_decides_on_the_first_adapter() -> None:
+def test_the_first_adapter_depends_on_its_seed_alone() -> None:
     def first(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed + 100)
         policy = small_policy(lora=replace(LORA, seed=seed % 2))
@@ -219,7 +221,7 @@ def test_a_missing_peft_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_of_model(shape: str) -> None:
+def test_an_adapter_equals_its_merged_weights_in_every_shape_of_model(shape: str) -> None:
     """Tied embeddings and heads among them."""
     policy = stirred(shaped_policy(shape, lora=LORA))
     rows = tree_rows(6)
@@ -239,7 +241,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+def test_experts_get_no_adapter_and_are_published_unchanged(kind: str, tmp_path: Path) -> None:
     """They are no linear layers; what is published is loaded by its names in files all the same."""
     shape = EXPERTS[kind] | {"model_type": kind, "num_experts_per_tok": 2}
     base = shaped_model("llama", torch.float32, **shape)

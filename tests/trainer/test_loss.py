@@ -81,7 +81,7 @@ def test_the_clip_bounds_the_ratio_on_both_sides(
 
 
 @pytest.mark.parametrize("error", [0.0, 0.3])
-def test_old_tokens_neither_raise_nor_hide_the_mismatch_of_fresh_ones(error: float) -> None:
+def test_the_mismatch_of_fresh_tokens_is_measured_without_old_tokens(error: float) -> None:
     logprobs, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0 - error, -1.0])
     inputs = LossInputs(mu, torch.zeros(3), fresh=torch.tensor([0.0, 1.0, 1.0]))
     means = GRPO(logprobs, inputs, total_tokens=3, config=LossConfig())[1].means()
@@ -111,7 +111,7 @@ def test_shares_of_any_split_add_up(
 
 @pytest.mark.parametrize("which", ["logprobs", "behaviour", "advantages", "proximal"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_raises_with_its_place(which: str, bad: float) -> None:
+def test_an_input_that_is_not_finite_raises_with_its_place(which: str, bad: float) -> None:
     tensors = {k: torch.zeros(3) for k in ("logprobs", "behaviour", "advantages", "proximal")}
     tensors[which][1] = bad
     with fails_with(FloatingPointError, "session x, token 1", "1 of 3"):
@@ -134,7 +134,7 @@ def test_a_ratio_that_overflows_raises_instead_of_a_nan_gradient() -> None:
         )
 
 
-def test_shapes_and_n_are_checked() -> None:
+def test_wrong_shapes_and_token_counts_are_refused() -> None:
     z = torch.zeros(2)
     with fails_with(ValueError, "shape"):
         GRPO(z, LossInputs(z[:1], z), total_tokens=2, config=LossConfig())
@@ -161,6 +161,6 @@ def test_a_loss_named_alone_has_the_constants_that_settings_give_it(name: str) -
         *({"k_pos": -1}, {"k_neg": -1}, {"lambda_pos": 0}, {"lambda_neg": 0}),
     ],
 )
-def test_constants_are_checked(wrong: dict[str, float]) -> None:
+def test_constants_of_a_loss_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         LossConfig(**wrong)

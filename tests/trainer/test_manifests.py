@@ -40,14 +40,16 @@ def write(manifests: ManifestStore, *steps: int) -> None:
         manifests.write(replace(ONE, step=step))
 
 
-def test_later_ones_belong_to_a_history_that_was_given_up(manifests: ManifestStore) -> None:
+def test_a_manifest_that_is_written_anew_removes_all_later_ones(manifests: ManifestStore) -> None:
     write(manifests, 1, 2, 3)
     write(manifests, 2)
     assert manifests.steps() == [1, 2]
     assert manifests.read(1) == ONE and ONE.sessions == ["b", "a", "c"]
 
 
-def test_what_came_after_a_checkpoint(manifests: ManifestStore, tmp_path: Path) -> None:
+def test_manifests_after_a_checkpoint_are_listed_and_a_gap_is_an_error(
+    manifests: ManifestStore, tmp_path: Path
+) -> None:
     assert manifests.after(0) == []
     write(manifests, 3, 4, 5)
     (tmp_path / "step-00000009.json.tmp").write_text("x")
@@ -83,7 +85,9 @@ WRONG: dict[str, Any] = {
         *(json.dumps({"format": 2, **asdict(ONE), name: value}) for name, value in WRONG.items()),
     ],
 )
-def test_a_file_that_is_no_manifest(manifests: ManifestStore, tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_manifest_ends_training_with_its_name(
+    manifests: ManifestStore, tmp_path: Path, text: str
+) -> None:
     """No try would read it, so training ends at once, and says what to do."""
     file = tmp_path / "step-00000001.json"
     file.write_bytes(text.encode("latin-1"))
@@ -111,7 +115,7 @@ def test_a_checkpoints_sessions_are_read_back() -> None:
     assert again["c"] == Consumed(None, "stale")
 
 
-def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(consumed(5))
     monkeypatch.setattr("trainer.manifests.MAX_REMEMBERED", 100)
     assert list(consumed(5)) == whole[-100:]

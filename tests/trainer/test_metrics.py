@@ -91,7 +91,7 @@ def test_a_resumed_run_shows_where_it_stands_before_its_first_step(settings: lis
     assert ("any_agent_train_loss",) not in now
 
 
-def test_before_the_first_step_nothing_is_made_up() -> None:
+def test_no_reward_is_shown_before_the_first_step() -> None:
     now = shown(TrainerMetrics(dict))
     assert now["any_agent_train_seconds_total", "wait"] == 0
     assert not any("reward" in key[0] or "ratio" in key[0] for key in now)
@@ -131,7 +131,7 @@ def test_seconds_belong_to_the_phase_that_took_them(
     assert second["seconds"] == step | later
 
 
-def test_figures_of_a_step_against_other_computations(settings: list[str]) -> None:
+def test_the_figures_of_a_step_equal_an_independent_computation(settings: list[str]) -> None:
     """Two sessions of two turns: rows of 5 and 10 equal tokens, of which 9 predict something."""
     group = [session(name, reward, turns=2) for name, reward in (("x", 1.0), ("y", 0.0))]
     group[0].interactions[1].finish_reason = "length"
@@ -169,7 +169,7 @@ def test_figures_of_a_step_against_other_computations(settings: list[str]) -> No
     assert line["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
 
 
-def test_the_names_that_most_sessions_have_are_kept() -> None:
+def test_only_the_named_values_that_most_sessions_have_are_kept() -> None:
     """Agents choose them, and each step's line would have them all."""
     values = {f"n{k:02}": [1.0] * (k + 1) for k in range(40)}
     assert list(named_means(values)) == [f"n{k}" for k in range(24, 40)]

@@ -47,7 +47,7 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, headers=OWN, trust_env=False, timeout=10)
 
 
-def test_the_entry_lives_as_long_as_the_trainer(
+def test_the_registry_entry_lives_as_long_as_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
@@ -76,7 +76,7 @@ def test_the_entry_lives_as_long_as_the_trainer(
         get(f"{presence.url}/metrics")
 
 
-def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
+def test_a_failed_trainer_leaves_its_registry_entry_as_if_alive(tmp_path: Path) -> None:
     with fails_with(ValueError, "why"), opened(tmp_path):
         until(lambda: entry_in(tmp_path))
         raise ValueError("why")

@@ -116,7 +116,7 @@ def test_rows_beyond_the_context_are_refused_which_would_change_those_beside_the
     assert policy.steps == 0
 
 
-def test_its_reference_and_it_get_the_same_passes() -> None:
+def test_a_policy_and_its_reference_get_the_same_passes() -> None:
     plain, odd = Policy(shaped_model("qwen3")).runner, Policy(limited(shaped_model("qwen3"))).runner
     odd.compute_like(plain)
     assert odd.packing == "alone"
@@ -135,7 +135,7 @@ def test_a_model_with_noise_in_training_mode_is_refused() -> None:
         Policy(model, PolicyConfig(gradient_checkpointing=True))
 
 
-def test_rates_that_a_module_keeps_as_numbers_are_off() -> None:
+def test_dropout_that_a_module_keeps_as_a_number_is_switched_off() -> None:
     shape: dict[str, Any] = {"word_embed_proj_dim": 32, "ffn_dim": 48}
     shape |= {"dropout": 0.4, "attention_dropout": 0.4}
     model = shaped_model("llama", model_type="opt", **shape)

@@ -41,7 +41,7 @@ def refused(before: Lab, settings: list[str], *more: str) -> str:
     return message
 
 
-def test_another_adapter_is_refused(settings: list[str]) -> None:
+def test_steps_are_not_repeated_with_another_adapter(settings: list[str]) -> None:
     first = die_after_a_step(settings, *ADAPTER)
     said = refused(first, settings, "train.lora.rank=8", "train.lora.alpha=12")
     assert "train.lora.rank=8: set train.lora.rank=4" in said

@@ -28,7 +28,7 @@ def page() -> dict[str, Any]:
     return run_code_of("Add an advantage estimator or a loss")
 
 
-def test_the_estimators_numbers(page: dict[str, Any]) -> None:
+def test_the_documents_own_estimator_gives_the_advantages_by_hand(page: dict[str, Any]) -> None:
     config = TrainConfig(advantage_estimator="median")  # type: ignore[call-arg]
     groups = [
         [
@@ -47,7 +47,7 @@ def test_the_estimators_numbers(page: dict[str, Any]) -> None:
     assert one.zero_variance and one.advantages == ((0.0,),)
 
 
-def test_the_losss_numbers(page: dict[str, Any]) -> None:
+def test_the_documents_own_loss_gives_the_gradient_by_hand(page: dict[str, Any]) -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     behaviour = torch.tensor([-1.1, -9.0, 0.0], dtype=torch.float64)
     advantages = torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)
@@ -63,7 +63,9 @@ def test_the_losss_numbers(page: dict[str, Any]) -> None:
     assert stats.tokens == 3 and stats.weight == pytest.approx(sum(weights))
 
 
-def test_a_step_with_both(page: dict[str, Any], settings: list[str], tiny_model_dir: Path) -> None:
+def test_a_step_trains_with_an_estimator_and_a_loss_of_the_user(
+    page: dict[str, Any], settings: list[str], tiny_model_dir: Path
+) -> None:
     group = [session("good", 1.0, logprob=-3.0), session("bad", 0.0, logprob=-8.0)]
     lab = Lab(config_of(settings, *SETTINGS, "train.steps=1"), [group])
     lab.trainer.train()

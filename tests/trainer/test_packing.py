@@ -58,7 +58,7 @@ def test_a_token_is_predicted_one_position_before_it() -> None:
     assert one.items.place(2) == "row 1, position 1"
 
 
-def test_rows_that_cannot_be_trained_on() -> None:
+def test_a_row_that_trains_its_first_token_or_padding_is_refused() -> None:
     with fails_with(ValueError, "first token"):
         trained_positions(row([1, 2], [1, 1]))
     padded = row([1, 2], [0, 1]) | {"attention_mask": torch.tensor([True, False])}
@@ -66,7 +66,7 @@ def test_rows_that_cannot_be_trained_on() -> None:
         trained_positions(padded)
 
 
-def test_values_of_trained_tokens_stand_at_them() -> None:
+def test_values_of_trained_tokens_are_put_at_their_positions() -> None:
     rows = [row([9, 1, 2, 3], [0, 1, 0, 1]), row([8, 5], [0, 0])]
     one, other = with_values(rows, "reference", [torch.tensor([-1.0, -2.0]), torch.zeros(0)])
     assert one["reference"].tolist() == [0, -1, 0, -2]

@@ -65,7 +65,9 @@ def chosen(config: Any, device: str | torch.device = "cpu", **how: Any) -> int:
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("27M", 768), ("135M", 512)])
-def test_a_cpu_gets_what_was_measured_to_be_best(name: str, tokens: int) -> None:
+def test_passes_on_a_cpu_have_the_length_that_was_measured_to_be_best(
+    name: str, tokens: int
+) -> None:
     assert chosen(SHAPES[name]) == tokens
     assert chosen(SHAPES[name], gradient_checkpointing=True) == CPU_TOKENS[1]
 
@@ -82,7 +84,7 @@ def test_the_bytes_of_a_token_are_those_that_a_pass_keeps(name: str) -> None:
     assert found <= token_bytes(SHAPES[name], 4, checkpointing=False) <= 1.4 * found
 
 
-def test_shapes_that_name_their_sizes_otherwise() -> None:
+def test_bytes_of_a_token_are_found_for_models_that_name_sizes_otherwise() -> None:
     two = GPT2Config(n_embd=64, n_layer=2, n_head=4)
     assert token_bytes(two, 4, checkpointing=False) == 2.5 * 4 * (8 * 64 + 5 * 128 + 4 * 256)
     few = Qwen3MoeConfig(num_experts_per_tok=2, moe_intermediate_size=512, intermediate_size=768)
@@ -97,7 +99,9 @@ def test_shapes_that_name_their_sizes_otherwise() -> None:
     assert grown == layers * 2 * 4 * (2048 - 1024)
 
 
-def test_a_gpu_gets_what_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_on_a_gpu_are_as_long_as_its_free_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free = 0.0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), 10**12))
     how: dict[str, Any] = {"dtype": torch.bfloat16, "offload": True}
@@ -114,7 +118,7 @@ def test_a_gpu_gets_what_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) 
     assert chosen(EIGHT_B, GPU, gradient_checkpointing=True, **on_gpu) == GPU_TOKENS[0]
 
 
-def test_a_little_more_or_less_memory_changes_nothing() -> None:
+def test_a_little_more_or_less_memory_changes_no_pass_length() -> None:
     assert {fitting(tokens, 256, 4096) for tokens in (1024.0, 1100.5, 1535.9)} == {1024}
     assert [fitting(tokens, 256, 768) for tokens in (0, 256, 383, 384, 512, 768, 1e9)] == [
         *(256, 256, 256, 384, 512, 768, 768)

@@ -53,29 +53,31 @@ LAWS: dict[str, Callable[..., Any]] = {
     "dense": dense_law,
     "padded": partial(dense_law, "rows"),
     "trl": trl.loss_and_gradients_equal_trl,
-    "worked example": advantage.test_the_worked_example_holds,
+    "worked example": advantage.test_advantages_of_the_documents_worked_example_hold,
     "staleness": packing.test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old,
     "trees": partial(tree.test_logprobs_loss_and_gradients_are_those_of_rows, "qwen3", 10_000),
     "divided trees": partial(tree.test_logprobs_loss_and_gradients_are_those_of_rows, "qwen3", 9),
     "divided weights": partial(tree.test_a_process_of_several_gives_each_row_its_own_logprobs, 9),
     "updates": partial(updates.test_several_updates_equal_the_plain_definition, "rows", 2),
     "inputs": partial(updates.test_the_loss_gets_what_was_computed_before, "tree", 9),
-    "high entropy": partial(updates.test_the_tokens_of_the_highest_entropies, 9),
+    "high entropy": partial(
+        updates.test_only_the_tokens_of_the_highest_entropies_are_trained_on, 9
+    ),
     "undo": updates.test_an_update_that_is_not_finite_undoes_the_step,
     **{name: partial(equals_the_formula, name) for name in CONFIGS},
     "returns": partial(
         kl_reward.test_a_token_loses_what_follows_from_it_with_reinforce_pp, "reinforce_pp"
     ),
-    "trl vespo": partial(trl.test_given_logprobs, "vespo", 1),
-    "trl gspo": partial(trl.test_given_logprobs, "gspo", 0),
+    "trl vespo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "vespo", 1),
+    "trl gspo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gspo", 0),
     "trl dr_grpo": partial(trl.preset_equals_trl, "dr_grpo"),
     "trl cispo": partial(trl.preset_equals_trl, "cispo"),
-    "trl rloo": partial(trl.test_rloo, False, 0.0),
-    "trl rloo, kl": partial(trl.test_rloo, False, 0.2),
-    "leave one out": advantage.test_leave_one_out,
+    "trl rloo": partial(trl.test_rloo_advantages_and_gradients_equal_those_of_trl, False, 0.0),
+    "trl rloo, kl": partial(trl.test_rloo_advantages_and_gradients_equal_those_of_trl, False, 0.2),
+    "leave one out": advantage.test_rloo_advantages_compare_with_the_other_sessions_of_the_group,
     "batch": advantage.test_the_batchs_mean_and_deviation_hold_by_law,
-    "batch of groups": advantage.test_the_groups_mean_and_then_the_batch,
-    "deviation of the batch": advantage.test_grpo_with_the_deviation_of_the_batch,
+    "batch of groups": advantage.test_reinforce_pp_centres_on_the_group_and_scales_by_the_batch,
+    "deviation of the batch": advantage.test_grpo_advantages_can_be_scaled_by_the_batchs_deviation,
     **{f"mean, {name}": partial(batch.mean_law, name) for name in ("session", "turn", "constant")},
     "long outputs": batch.test_long_outputs_lose_reward_each_by_itself,
     "values of some layers": values_of_some_layers_law,
@@ -85,7 +87,7 @@ OF_ADAPTERS: dict[str, Callable[[Path, Path], Any]] = {
     "merged": lora.merged_weights_are_exact,
     "published": lora.published_is_trained,
     "recognised": lora.test_a_folder_is_recognised_until_the_next_step,
-    "only the adapter": lora.test_only_the_adapter_is_trained,
+    "only the adapter": lora.test_training_an_adapter_changes_no_weight_of_the_base,
     "resumed": adapter_files.test_going_on_equals_never_having_stopped_bit_for_bit,
     "complete": adapter_files.a_checkpoint_is_complete,
 }
@@ -362,14 +364,14 @@ def plant(edit: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.service
-def test_the_law_holds(law: str) -> None:
+def test_each_law_holds_while_no_error_is_planted(law: str) -> None:
     LAWS[law]()
 
 
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 @pytest.mark.parametrize("error", PLANTS)
 @pytest.mark.service
-def test_a_planted_error_is_noticed(
+def test_each_planted_error_breaks_its_law(
     error: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     law, edit = PLANTS[error]

@@ -48,14 +48,14 @@ def test_loss_and_gradient_equal_the_dense_formula(policy: Policy, seed: int) ->
     assert_same(got, dense_gradients(policy, rows, LossConfig()), atol=1e-10)
 
 
-def test_gradient_in_float32() -> None:
+def test_gradients_in_float32_are_close_to_the_dense_formula() -> None:
     rows = random_rows(5, dtype=torch.float32)
     expected = dense_gradients(small_policy(), rows, LossConfig())
     _, got = trainer_gradients(small_policy(dtype=torch.float32), rows)
     assert_same({k: t.double() for k, t in got.items()}, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_padding_changes_nothing(policy: Policy) -> None:
+def test_padding_changes_no_logprob_and_no_gradient(policy: Policy) -> None:
     rows = random_rows(3)
     (one,) = padded_passes(rows, 10_000)
     height, width = one.ids.shape
@@ -75,7 +75,7 @@ def test_padding_changes_nothing(policy: Policy) -> None:
     policy.model.zero_grad(set_to_none=True)
 
 
-def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
+def test_logprobs_and_entropies_equal_those_of_full_logits(policy: Policy) -> None:
     rows = random_rows(6)
     with torch.no_grad():
         got = computed(policy, rows)
@@ -111,7 +111,7 @@ def plain_label_logprobs(
 @pytest.mark.parametrize("with_bias", [False, True])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 6), labels=st.integers(1, 12))
-def test_the_heads_gradients_are_autograds(
+def test_the_gradients_of_the_head_equal_those_of_autograd(
     entropy_gradient: bool, with_bias: bool, seed: int, tokens: int, labels: int
 ) -> None:
     """Also where one token has several labels, equal ones among them, or none."""
@@ -167,7 +167,7 @@ def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPat
     assert logits_kept_for_backward(rows), "the check sees what a plain forward pass keeps"
 
 
-def test_logits_are_of_trained_tokens_a_chunk_at_a_time(
+def test_logits_are_computed_for_trained_tokens_only_chunk_by_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = random_rows(7, 8)
@@ -232,7 +232,7 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: float) -> None:
+def test_a_value_that_is_not_finite_changes_no_weight_and_names_its_place(bad: float) -> None:
     policy = small_policy(packing="rows")
     before = [p.clone() for p in policy.model.parameters()]
     rows = random_rows(11)
@@ -277,7 +277,7 @@ def test_a_row_without_trained_tokens_has_no_logprobs(policy: Policy) -> None:
     assert policy.runner.row_logprobs([bare])[0].shape == (0,)
 
 
-def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
+def test_a_model_is_loaded_exactly_in_float32(tiny_model_dir: Path) -> None:
     policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1))
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     for a, b in zip(policy.model.parameters(), plain.parameters(), strict=True):

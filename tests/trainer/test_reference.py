@@ -47,7 +47,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_it_stays_while_the_policy_moves(tiny_model_dir: Path) -> None:
+def test_the_reference_stays_while_the_policy_moves(tiny_model_dir: Path) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     reference = frozen_logprobs(str(tiny_model_dir), policy)
     before = logprobs(policy.runner.logprobs, policy)
@@ -57,13 +57,15 @@ def test_it_stays_while_the_policy_moves(tiny_model_dir: Path) -> None:
     assert not equal(logprobs(policy.runner.logprobs, policy), before)
 
 
-def test_it_is_kept_in_the_type_that_passes_compute_in(tiny_model_dir: Path, alone: None) -> None:
+def test_the_reference_computes_in_the_precision_of_the_policy(
+    tiny_model_dir: Path, alone: None
+) -> None:
     policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1, dtype=torch.bfloat16))
     reference = frozen_logprobs(str(tiny_model_dir), policy)
     assert equal(logprobs(reference, policy), logprobs(policy.runner.logprobs, policy))
 
 
-def test_after_a_restart_it_is_still_that_of_the_beginning(
+def test_the_reference_after_a_restart_is_the_model_of_the_beginning(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     base = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-2", "train.kl_coef=1"]
@@ -126,7 +128,7 @@ def test_an_adapters_reference_may_be_another_model(tiny_model_dir: Path, tmp_pa
     assert equal(logprobs(policy.reference, policy), expected)
 
 
-def test_where_it_cannot_share_prefixes_the_policy_shares_none(tmp_path: Path) -> None:
+def test_a_reference_that_cannot_share_prefixes_makes_the_policy_share_none(tmp_path: Path) -> None:
     model = shaped_model("mistral", torch.float32)
     shaped_model("mistral", torch.float32, sliding_window=8).save_pretrained(tmp_path)
     policy = Policy(model, CONFIG)
@@ -155,7 +157,7 @@ def killed_after(step: int, settings: list[str], *more: str) -> Lab:
 
 
 @pytest.mark.parametrize("every", [9, 1, 2], ids=["replay", "checkpoint", "both"])
-def test_other_weights_in_its_place_are_refused(
+def test_other_weights_in_place_of_the_reference_are_refused(
     with_reference: list[str], tmp_path: Path, every: int
 ) -> None:
     more = f"train.checkpoint_every={every}"
@@ -171,7 +173,7 @@ def test_other_weights_in_its_place_are_refused(
     assert Lab(config_of(with_reference, "train.steps=3", more), [], before=first).trainer.train()
 
 
-def test_another_model_by_name_is_for_later_steps(
+def test_a_newly_chosen_reference_is_used_for_later_steps_only(
     with_reference: list[str], tmp_path: Path
 ) -> None:
     """A step is repeated with its own; what was chosen since is in its place afterwards."""
@@ -192,7 +194,7 @@ def test_another_model_by_name_is_for_later_steps(
         assert equal(logprobs(policy.reference, policy), logprobs(start.runner.logprobs, start))
 
 
-def test_an_earlier_one_is_gone_before_another_is_loaded(
+def test_an_earlier_reference_is_freed_before_another_is_loaded(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
@@ -209,7 +211,7 @@ def test_an_earlier_one_is_gone_before_another_is_loaded(
     assert there == [None]
 
 
-def test_one_that_cannot_be_loaded_is_a_setting_that_is_wrong(
+def test_a_reference_that_cannot_be_loaded_names_its_setting(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)

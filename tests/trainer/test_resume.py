@@ -42,7 +42,7 @@ BOUNDARIES = ("lease", "manifest", "step", "published", "before ack", "ack", "be
 @pytest.mark.parametrize("when", [1, 2, 3])
 @pytest.mark.parametrize("boundary", [*BOUNDARIES, "checkpoint"])
 @pytest.mark.service
-def test_killed_at_each_boundary(
+def test_a_trainer_killed_at_any_boundary_ends_as_if_it_had_lived(
     settings: list[str], uninterrupted: dict[str, Any], boundary: str, when: int
 ) -> None:
     first = Lab(config_of(settings, *RUN), episodes()).die(boundary, when)
@@ -71,7 +71,7 @@ def uninterrupted_updates(
     [("update", 1), ("update", 6), ("update", 12), ("step", 3), ("manifest", 2), ("checkpoint", 1)],
 )
 @pytest.mark.service
-def test_killed_among_several_updates(
+def test_a_trainer_killed_among_several_updates_ends_as_if_it_had_lived(
     settings: list[str], uninterrupted_updates: dict[str, Any], boundary: str, when: int
 ) -> None:
     again = Lab(config_of(settings, *UPDATES), episodes()).die(boundary, when).again()
@@ -83,7 +83,9 @@ def test_killed_among_several_updates(
     assert len(set(rates)) == STEPS
 
 
-def test_killed_at_every_start(settings: list[str], uninterrupted: dict[str, Any]) -> None:
+def test_a_trainer_killed_at_every_start_ends_as_if_it_had_lived(
+    settings: list[str], uninterrupted: dict[str, Any]
+) -> None:
     """It dies in each life after one more step, and once in the replay."""
     lab = Lab(config_of(settings, *RUN), episodes()).die("step", 2)
     for _ in range(3):
@@ -191,7 +193,9 @@ OWN: dict[str, tuple[list[Episode], tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", OWN)
-def test_a_repeated_step_is_what_it_was(settings: list[str], tmp_path: Path, what: str) -> None:
+def test_a_repeated_step_uses_the_settings_that_it_was_made_with(
+    settings: list[str], tmp_path: Path, what: str
+) -> None:
     """Whatever the settings, and what is known of versions, are by then."""
     script, before, after = OWN[what]
     few = (*settings, "train.steps=3", "train.checkpoint_every=9")
@@ -326,7 +330,7 @@ def test_fewer_steps_than_were_made_are_no_reason_to_forget_the_rest(settings: l
     assert again.executor.replayed == [["p3-good", "p3-bad"]]
 
 
-def test_rejected_sessions_of_a_step_are_consumed_too(settings: list[str]) -> None:
+def test_rejected_sessions_of_a_step_do_not_come_again_after_a_resume(settings: list[str]) -> None:
     """Otherwise they would stand in a second baseline."""
     config = config_of(settings, *RUN)
     lab = Lab(config, [[*pair("a"), *pair("odd", untrainable="x")]])

@@ -55,7 +55,7 @@ def test_sampled_sessions_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_torn_file_is_told_of(tmp_path: Path, kept: int) -> None:
+def test_a_torn_file_of_sessions_is_refused_by_name(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "step-00000004.safetensors"
     write_sessions(path, SESSIONS)
     path.write_bytes(path.read_bytes()[:kept])

@@ -94,7 +94,9 @@ def test_a_local_service_shows_steps_until_it_stops(
     assert service.error is None
 
 
-def test_what_ends_it_is_told(config: Config, fake: type[FakeNode]) -> None:
+def test_an_error_that_ends_the_service_reaches_the_trainer_once(
+    config: Config, fake: type[FakeNode]
+) -> None:
     error = StartupError("engine 0 ended 6 times")
     FakeNode.broken = {"check": error}
     told: list[BaseException] = []
@@ -113,18 +115,18 @@ def test_what_ends_it_is_told(config: Config, fake: type[FakeNode]) -> None:
     assert node_of(service).ended == [StartupError]
 
 
-def test_a_start_that_fails_raises(config: Config) -> None:
+def test_a_start_that_fails_raises_its_error_and_can_be_stopped(config: Config) -> None:
     service = LocalService(config, say=print, failed=lambda error: pytest.fail(str(error)))
     with fails_with(ConfigError, "model folder"):
         service.start()
     service.stop()
 
 
-def test_stopping_what_was_never_started(config: Config) -> None:
+def test_a_service_that_was_never_started_can_be_stopped(config: Config) -> None:
     LocalService(config, say=print).stop()
 
 
-def test_a_start_that_is_given_up_leaves_nothing(
+def test_a_start_that_is_given_up_leaves_no_service_behind(
     config: Config, fake: type[FakeNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C does while parts are starting."""

@@ -103,7 +103,7 @@ def test_an_assistant_that_opens_is_context(chat: ChatFormat, tmp_path: Path) ->
     assert ids[: len(prompt)] == prompt
 
 
-def test_rows_of_tokens_stay_as_they_are(chat: ChatFormat, tmp_path: Path) -> None:
+def test_rows_that_are_given_as_tokens_stay_as_they_are(chat: ChatFormat, tmp_path: Path) -> None:
     line = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1], "rewards": 1.5, "group_id": "g"}
     (example,) = read_examples(str(write(tmp_path / "data", line)), chat, VOCABULARY)
     assert (example.task, example.reward) == ("g", 1.5)
@@ -112,7 +112,7 @@ def test_rows_of_tokens_stay_as_they_are(chat: ChatFormat, tmp_path: Path) -> No
     assert row["loss_mask"].tolist() == line["loss_mask"]
 
 
-def test_it_is_the_likelihood_that_falls(
+def test_fine_tuning_makes_the_trained_tokens_likelier_each_time_alike(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids, mask = [3, 17, 40, 41, 42, 43], [0, 0, 1, 1, 0, 1]
@@ -164,7 +164,9 @@ def test_the_held_out_lines_are_measured_and_not_trained_on(
     assert after < before
 
 
-def test_the_best_of_each_task(chat: ChatFormat, tmp_path: Path) -> None:
+def test_the_best_answers_of_each_task_are_chosen_by_reward(
+    chat: ChatFormat, tmp_path: Path
+) -> None:
     row = {"input_ids": [5, 6], "loss_mask": [0, 1]}
     rewards = {"a": [0.1, 0.9, 0.5], "b": [0.2, 0.2]}
     lines = [row | {"reward": r, "task_id": t} for t, of in rewards.items() for r in of]
@@ -178,7 +180,9 @@ ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 
 
 @pytest.mark.parametrize("key", ["task_id", "group_id"])
-def test_tasks_may_have_numbers(key: str, chat: ChatFormat, tmp_path: Path) -> None:
+def test_tasks_with_numbers_are_grouped_like_named_ones(
+    key: str, chat: ChatFormat, tmp_path: Path
+) -> None:
     lines: list[dict[str, Any]]
     lines = [ROW | {key: task, "reward": r} for task in (0, 1, "a") for r in (0.5, 1.0)]
     lines.append(ROW | {"group_id": "", "task_id": None, "reward": 0.25})
@@ -234,7 +238,7 @@ def test_files_are_read_as_those_of_datasets(line: bytes, chat: ChatFormat, tmp_
         (ROW | {"group_id": True, "task_id": "a"}, "group_id is True"),
     ],
 )
-def test_lines_that_cannot_be_trained_on(
+def test_a_line_that_cannot_be_trained_on_is_refused_with_its_number(
     line: Any, error: str, chat: ChatFormat, tmp_path: Path
 ) -> None:
     data = write(tmp_path / "data", ROW, line)
@@ -242,7 +246,9 @@ def test_lines_that_cannot_be_trained_on(
         read_examples(str(data), chat, VOCABULARY)
 
 
-def test_inputs_that_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_wrong_files_and_settings_are_refused_before_anything_is_written(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     data, there = write(tmp_path / "data", ROW), tmp_path / "there"
     there.mkdir()
     (there / "file").touch()
@@ -302,7 +308,9 @@ def test_the_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None
     }
 
 
-def test_an_answer_that_calls_a_tool(chat: ChatFormat, tmp_path: Path) -> None:
+def test_an_answer_that_calls_a_tool_is_trained_on_as_the_template_writes_it(
+    chat: ChatFormat, tmp_path: Path
+) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     arguments = '{"a": 2, "b": 2}'
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}

@@ -41,13 +41,15 @@ def test_the_first_signal_ends_training_and_the_second_at_once(
     assert stopped == [True]
 
 
-def test_while_there_is_nothing_to_keep(signals: StopSignals) -> None:
+def test_a_signal_before_anything_is_trained_ends_at_once_and_silently(
+    signals: StopSignals,
+) -> None:
     with pytest.raises(StopRequested):
         signal.raise_signal(signal.SIGINT)
     assert SAID == []
 
 
-def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
+def test_a_signal_after_a_part_has_died_raises_that_parts_error(signals: StopSignals) -> None:
     signals.failure = lambda: StartupError("engine 0 ended 6 times")
     with fails_with(StartupError, "engine 0"):
         signal.raise_signal(signal.SIGINT)
@@ -64,7 +66,7 @@ def test_earlier_signal_handlers_are_given_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_in_another_thread_nothing_is_taken() -> None:
+def test_signal_handlers_are_not_installed_in_another_thread() -> None:
     signals = StopSignals(SAID.append)
     seen: list[bool] = []
 

@@ -209,13 +209,15 @@ def _log_weight(t: Token, c: LossConfig) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_value_and_slopes(name: str) -> None:
+def test_every_loss_and_its_gradients_equal_its_formula(name: str) -> None:
     for seed in range(3):
         equals_the_formula(name, seed)
 
 
 @given(st.sampled_from(sorted(CONFIGS)), st.integers(0, 10_000), st.data())
-def test_order_and_micro_batches_change_nothing(name: str, seed: int, data: st.DataObject) -> None:
+def test_neither_order_nor_micro_batches_change_a_loss(
+    name: str, seed: int, data: st.DataObject
+) -> None:
     r = random.Random(seed)
     tokens = [random_token(r) for _ in range(r.randint(2, 12))]
     cut = data.draw(st.integers(0, len(tokens)))
@@ -231,7 +233,7 @@ def test_order_and_micro_batches_change_nothing(name: str, seed: int, data: st.D
     assert (parts[0][3] + parts[1][3]).means() == pytest.approx(stats.means(), abs=1e-12)
 
 
-def test_the_mean_gradients_of_kl_estimates() -> None:
+def test_each_kl_estimate_has_the_mean_gradient_of_its_divergence() -> None:
     """On policy k2's mean slope is the gradient of KL(pi, ref), k3's that of KL(ref, pi), and k1's
     is 0; the policy is a softmax over four tokens."""
     g = torch.Generator().manual_seed(0)
@@ -299,7 +301,7 @@ def test_a_weight_of_0_takes_a_row_out_of_vespo_and_a_large_one_nearly() -> None
         ({}, {"token_weights": torch.zeros(2)}, "token's weight"),
     ],
 )
-def test_inputs_that_the_constants_need(
+def test_a_loss_without_an_input_that_it_needs_is_refused(
     config: dict[str, Any], given: dict[str, Any], says: str
 ) -> None:
     one = torch.zeros(1)

@@ -153,7 +153,7 @@ def test_a_tracker_that_fails_is_tried_again_and_gets_all(
     assert following.take_notices() == []
 
 
-def test_what_a_failing_tracker_lacks_it_gets_at_the_next_start(
+def test_a_tracker_gets_the_lines_that_it_missed_at_the_next_start(
     fake: type[Fake], config: Config, run_dir: RunDir
 ) -> None:
     fake.broken = lambda number: number >= 2
@@ -166,7 +166,7 @@ def test_what_a_failing_tracker_lacks_it_gets_at_the_next_start(
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_run_that_goes_back_to_an_earlier_step(
+def test_a_run_that_goes_back_sends_its_repeated_steps_as_the_tracker_can(
     fake: type[Fake], config: Config, run_dir: RunDir, replaces: bool
 ) -> None:
     """A tracker that can replace steps does so from there on."""
@@ -242,7 +242,7 @@ def test_trackers_get_settings_without_secrets(
     assert run.folder.stat().st_mode & 0o077 == 0
 
 
-def test_the_figures_of_a_line() -> None:
+def test_a_line_of_metrics_becomes_flat_figures_without_times_and_gaps() -> None:
     line = {
         "time": 1.0,
         "step": 3,
@@ -270,7 +270,7 @@ def test_the_figures_of_a_line() -> None:
     }
 
 
-def test_a_missing_package_is_told_with_its_extra(
+def test_a_missing_tracker_package_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A folder that wandb leaves in the working directory can be imported, and is no package.

@@ -108,7 +108,7 @@ def with_all_inputs(rows: list[Row], seed: int) -> list[Row]:
 
 @pytest.mark.parametrize("config", ALL_TERMS, ids=lambda c: c.name)
 @pytest.mark.service
-def test_all_terms_are_those_of_the_rows(config: LossConfig) -> None:
+def test_all_terms_of_the_loss_equal_those_computed_by_rows(config: LossConfig) -> None:
     """A row's scalars and the entropies' gradient, wherever the row's tokens are computed."""
     rows = with_all_inputs(tree_rows(5), 5)
     _, loss, expected = computed(shaped_policy("qwen3", packing="rows"), rows, 10_000, config)
@@ -129,7 +129,9 @@ def test_entropies_have_a_gradient_only_where_the_loss_wants_it() -> None:
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.integers(1, 200), st.randoms())
 @pytest.mark.service
-def test_neither_order_nor_budget_matter(seed: int, budget: int, chance: random.Random) -> None:
+def test_neither_order_nor_budget_changes_logprobs_and_gradients(
+    seed: int, budget: int, chance: random.Random
+) -> None:
     policy = shaped_policy("qwen3", torch.float32)
     rows = tree_rows(seed, torch.float32)
     logprobs, loss, expected = computed(policy, rows)
@@ -203,7 +205,7 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: whole_tensor(one, torch.device("cpu")) for name, one in tensors.items()}
 
 
-def test_the_passes_are_as_chosen_unless_a_number_is_set() -> None:
+def test_passes_are_as_long_as_chosen_unless_a_budget_is_given() -> None:
     rows = [row for seed in range(40) for row in tree_rows(seed, count=30)]
     for row in rows:
         row["input_ids"] = row["input_ids"].clone()
@@ -270,7 +272,7 @@ def test_the_probe_finds_what_no_setting_says(
         assert "hidden states" in refused(caplog, model)
 
 
-def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_by_rows_can_be_chosen_instead_of_trees(caplog: pytest.LogCaptureFixture) -> None:
     policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
     assert policy.runner.packing == "rows" and not caplog.records
     assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))

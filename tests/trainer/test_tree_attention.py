@@ -92,7 +92,9 @@ def by_passes(
 @pytest.mark.parametrize("way", ["blocks", "chain"])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
-def test_equals_a_dense_mask(seed: int, key_heads: int, way: str) -> None:
+def test_attention_by_blocks_equals_attention_with_a_dense_mask(
+    seed: int, key_heads: int, way: str
+) -> None:
     built, passes = random_trie(seed)
     n = len(built.tokens)
     g = torch.Generator().manual_seed(seed)
@@ -150,7 +152,7 @@ def test_a_tree_mask_is_the_dense_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_tile_is_left_out_or_wrongly_whole(seed: int) -> None:
+def test_tiles_are_whole_partial_or_left_out_as_the_mask_says(seed: int) -> None:
     chance = np.random.default_rng(seed)
     rows, columns = (int(n) for n in chance.integers(1, 9, 2))
     ends = np.sort(chance.integers(0, rows * 128 + 1, (columns * 128, 2)), axis=1)

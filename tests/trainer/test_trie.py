@@ -129,7 +129,7 @@ def test_a_token_attends_to_its_ancestors_once_in_any_plan(
         assert [sorted(keys) for keys in attended(built, passes, number)] == expected
 
 
-def test_a_group_is_its_prefix_and_passes_of_its_sessions() -> None:
+def test_a_group_is_computed_as_one_prefix_and_a_pass_per_session() -> None:
     sessions = [[*([7] * 30), k, *([k] * 20), 0] for k in range(4)]
     built, _ = divided(sessions, 60)
     passes = plan_passes(built, 60)

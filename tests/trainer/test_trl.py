@@ -183,7 +183,7 @@ def advantages_of(rows: Sequence[Row]) -> Tensor:
 
 @pytest.mark.parametrize("scale", ["group", "none", "batch"])
 @pytest.mark.parametrize("seed", [0, 3])
-def test_advantages(seed: int, scale: str) -> None:
+def test_advantages_equal_those_of_trl(seed: int, scale: str) -> None:
     samples = random_samples(seed)
     scored = trl_scored(made(small_policy(), samples, scale_rewards=scale), samples)
     got = advantages_of(our_rows(samples, TrainConfig(normalize_std=scale)))
@@ -220,7 +220,7 @@ def loss_and_gradients_equal_trl(
     ],
     ids=str,
 )
-def test_loss_and_gradients(given: dict[str, Any]) -> None:
+def test_losses_and_gradients_equal_those_of_trl(given: dict[str, Any]) -> None:
     loss_and_gradients_equal_trl(**given)
 
 
@@ -358,7 +358,7 @@ LENGTH = {"dr_grpo": 7, "luspo": 1}
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
-def test_given_logprobs(name: str, seed: int) -> None:
+def test_losses_over_given_logprobs_equal_those_of_trl(name: str, seed: int) -> None:
     """The same loss and gradient by the log-probabilities, and by the entropies."""
     config, aggregation, theirs, spread, mismatch = CASES[name]
     x = random_tokens(seed, spread)
@@ -442,7 +442,7 @@ def test_given_logprobs(name: str, seed: int) -> None:
         assert means["clipped_low"] + means["clipped_high"] > 0
 
 
-def test_every_loss_that_trl_has_is_a_case() -> None:
+def test_every_loss_of_trl_is_compared_here() -> None:
     """By the names in its source, so that another version's fails here."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -537,7 +537,7 @@ def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS_THERE)
-def test_presets(preset: str) -> None:
+def test_each_preset_equals_its_settings_in_trl(preset: str) -> None:
     preset_equals_trl(preset)
 
 
@@ -546,7 +546,7 @@ def test_presets(preset: str) -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_rloo(normalize: bool, beta: float) -> None:
+def test_rloo_advantages_and_gradients_equal_those_of_trl(normalize: bool, beta: float) -> None:
     """RLOO's advantages, and the gradient of its loss before the policy has moved.
 
     TRL knows no tools' tokens here. Its clipped loss has another value and, on policy, the
@@ -581,7 +581,7 @@ def test_rloo(normalize: bool, beta: float) -> None:
     assert_same(gradients(policy), there_gradients(trainer), atol=1e-5)
 
 
-def test_the_penalty_of_long_outputs() -> None:
+def test_the_penalty_of_long_outputs_equals_that_of_trl() -> None:
     from trl.rewards import get_soft_overlong_punishment
 
     config = TrainConfig(overlong_length=20, overlong_buffer=8)

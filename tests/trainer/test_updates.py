@@ -65,7 +65,7 @@ def test_one_update_makes_no_further_pass_and_no_copy(monkeypatch: pytest.Monkey
     assert result.updates == 1
 
 
-def test_what_the_report_says_of_several_updates() -> None:
+def test_the_report_of_several_updates_averages_their_figures() -> None:
     rows = random_rows(5, 7)
     policy, alone = small_policy(lr=1e-3), small_policy(lr=1e-3)
     result = policy.train(rows, 30, None, StepConfig(2, lr=2e-3), PARTS)
@@ -83,7 +83,9 @@ def test_what_the_report_says_of_several_updates() -> None:
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 10_000), st.integers(1, 90), st.randoms())
 @pytest.mark.service
-def test_neither_order_nor_passes_matter(seed: int, budget: int, shuffler: random.Random) -> None:
+def test_neither_order_nor_pass_size_changes_several_updates(
+    seed: int, budget: int, shuffler: random.Random
+) -> None:
     rows = random_rows(seed, 5)
     places = list(range(5))
     shuffler.shuffle(places)
@@ -96,7 +98,7 @@ def test_neither_order_nor_passes_matter(seed: int, budget: int, shuffler: rando
     assert_close(state_of(one), state_of(other), 1e-8)
 
 
-def test_the_settings_of_a_step_are_the_optimizers() -> None:
+def test_the_optimizer_uses_the_settings_of_the_step() -> None:
     """A gradient that is clipped to nearly nothing leaves moments of that size."""
     policy = small_policy()
     how = StepConfig(lr=1e-2, betas=(0.5, 0.75), weight_decay=0.25, grad_clip=1e-3)
@@ -189,7 +191,7 @@ def sorted_rows(table: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("budget", [9, 10_000])
-def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
+def test_only_the_tokens_of_the_highest_entropies_are_trained_on(budget: int) -> None:
     """By the entropies of all tokens of the minibatch, wherever they are computed."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()

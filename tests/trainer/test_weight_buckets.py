@@ -47,7 +47,9 @@ def _saved(policy: Policy, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("nbytes", [1, 5000, 1 << 30])
-def test_buckets_are_the_checkpoint(tmp_path: Path, nbytes: int) -> None:
+def test_buckets_hold_the_checkpoints_weights_within_their_size(
+    tmp_path: Path, nbytes: int
+) -> None:
     policy = small_policy(dtype=torch.float32)
     expected, got = _saved(policy, tmp_path), _all(policy, nbytes)
     assert_same(got, expected, atol=0)
@@ -56,7 +58,7 @@ def test_buckets_are_the_checkpoint(tmp_path: Path, nbytes: int) -> None:
         assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= nbytes
 
 
-def test_tied_weights_come_once(tmp_path: Path) -> None:
+def test_tied_weights_are_sent_once(tmp_path: Path) -> None:
     policy = Policy(Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=True)))
     got = _all(policy, 5000)
     assert "lm_head.weight" not in got
@@ -74,7 +76,9 @@ def test_experts_that_the_model_holds_as_one_come_as_the_checkpoint_splits_them(
 
 
 @pytest.mark.parametrize("nbytes", [1, 20_000])
-def test_what_a_checkpoint_has_as_one_is_never_torn(tmp_path: Path, nbytes: int) -> None:
+def test_a_tensor_that_a_checkpoint_has_as_one_is_sent_in_one_bucket(
+    tmp_path: Path, nbytes: int
+) -> None:
     """The model holds parts of it that are not even neighbours (q, k, v, o, gate)."""
     drawn = HrmTextForCausalLM(HrmTextConfig(**_SHAPE))
     drawn.save_pretrained(tmp_path)

@@ -21,7 +21,7 @@ def policy(tiny_model_dir: Path) -> Policy:
     return Policy.load(tiny_model_dir, PolicyConfig(threads=1))
 
 
-def test_a_version_is_what_the_policy_holds(
+def test_a_published_version_holds_the_policys_weights_and_tokenizer(
     policy: Policy, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     path = publish_to_disk(policy, tiny_model_dir, tmp_path, 7)
@@ -37,7 +37,7 @@ def test_a_version_is_what_the_policy_holds(
     assert published_versions(tmp_path) == [7]
 
 
-def test_bfloat16_for_engines_that_want_it(
+def test_weights_are_published_in_bfloat16_where_that_is_asked_for(
     policy: Policy, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
@@ -94,7 +94,7 @@ def test_everything_is_on_disk_before_the_name_appears(
     assert synced[-1] == tmp_path, "the parent comes last: it holds the new name"
 
 
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_published_versions(tmp_path: Path) -> None:
     for version in (1, 2, 10, 100_000_000):
         (tmp_path / f"v{version:08d}").mkdir()
     (tmp_path / "notes").mkdir()

@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.json"
 
 
-def test_a_version_is_on_disk_before_anybody_has_it(
+def test_a_weight_version_is_on_disk_before_it_is_used(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = WeightVersions(path)

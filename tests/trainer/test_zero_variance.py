@@ -28,7 +28,7 @@ def test_groups_that_teach_nothing_are_counted() -> None:
     assert dull.consecutive == 0
 
 
-def test_scores_since_a_step_are_those_of_all_sessions() -> None:
+def test_scores_since_a_step_include_sessions_that_teach_nothing() -> None:
     """The trained groups' mean hides that all others are solved."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     assert dull.scores.read() == {"reward": None, "sessions": 0, "dull": 0}
@@ -42,7 +42,7 @@ def test_scores_since_a_step_are_those_of_all_sessions() -> None:
     assert dull.scores.read()["sessions"] == 0
 
 
-def test_most_of_the_last_groups_are_noticed() -> None:
+def test_a_notice_tells_that_most_of_the_last_groups_teach_nothing() -> None:
     """A group that differs now and then makes a step, after a long wait."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_most_of_the_last_groups_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("fate", ["drop", "keep"])
-def test_groups_that_teach_nothing_are_in_a_step_where_that_is_set(fate: str) -> None:
+def test_groups_without_variance_are_dropped_or_kept_as_the_settings_say(fate: str) -> None:
     # By the text of a file or a command line, where some words are no texts.
     settings = ["model.path=x", f"train.dynamic_sampling={fate}"]
     config = load_config(None, settings, environ={}).train
@@ -90,7 +90,7 @@ def test_equal_outcomes_of_unequal_length_have_nothing_to_compare() -> None:
     assert ZeroVarianceGroups(config).reject_reason(group) == "zero_variance"
 
 
-def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
+def test_a_trainer_that_waits_tells_people_that_groups_teach_nothing(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)

@@ -41,7 +41,7 @@ async def episode(
         return await workflow.arun_episode(None, {"messages": HELLO, **data})
 
 
-async def test_an_agent_that_blocks(proxy: Proxy) -> None:
+async def test_agents_that_block_run_side_by_side_in_sessions_of_their_own(proxy: Proxy) -> None:
     before = dict(os.environ)
     results = await asyncio.gather(*(episode(MySyncAgent(), proxy) for _ in range(3)))
     for result in results:
@@ -54,7 +54,7 @@ async def test_an_agent_that_blocks(proxy: Proxy) -> None:
     assert [i.reward for i in plain.values()] == [1.0]
 
 
-async def test_one_that_is_no_coroutine_goes_to_a_process_by_itself(
+async def test_an_agent_that_is_no_coroutine_runs_in_a_process_by_itself(
     proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = await episode(Plain(), proxy, mode="auto")
@@ -63,7 +63,7 @@ async def test_one_that_is_no_coroutine_goes_to_a_process_by_itself(
     assert "Plain.run is no coroutine function: it runs in processes from now on" in caplog.text
 
 
-async def test_one_that_needs_a_main_thread_goes_to_a_process(
+async def test_an_agent_that_needs_a_main_thread_runs_in_a_process(
     proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = AgentService(proxy.url, ADMIN, max_workers=2)
@@ -96,7 +96,7 @@ async def test_one_that_needs_a_main_thread_goes_to_a_process(
         ("unpicklable", "agent_failed", "lambda"),
     ],
 )
-async def test_what_it_does_wrong_costs_its_own_episode_alone(
+async def test_an_agent_that_fails_costs_its_own_episode_alone(
     proxy: Proxy, does: str, code: str, said: str
 ) -> None:
     bad, good = await asyncio.gather(
@@ -113,7 +113,7 @@ async def test_what_it_does_wrong_costs_its_own_episode_alone(
     assert sorted(row.state for row in states if row) == ["aborted", "trained"]
 
 
-async def test_one_that_hangs_is_ended(proxy: Proxy) -> None:
+async def test_an_agent_that_hangs_in_a_process_is_ended(proxy: Proxy) -> None:
     # Its time counts from when a worker has begun: importing the agent is part of it.
     await episode(MySyncAgent(), proxy)
     with fails_with(AgentFailed, "1 s", code="agent_timeout"):
@@ -155,7 +155,7 @@ def test_an_agent_that_cannot_be_sent_is_refused_at_once() -> None:
         OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x", mode="subproc")
 
 
-async def test_one_that_needs_a_process_and_cannot_be_sent_is_told(proxy: Proxy) -> None:
+async def test_an_agent_that_needs_a_process_and_cannot_be_sent_is_refused(proxy: Proxy) -> None:
     class Local(MyAgent):
         async def run(self, data: Any, **extra_kwargs: Any) -> float:
             try:
@@ -176,6 +176,6 @@ async def test_one_that_needs_a_process_and_cannot_be_sent_is_told(proxy: Proxy)
         OpenAIProxyWorkflow(agent=Sync(), proxy_addr="http://x")
 
 
-async def test_an_item_that_cannot_be_sent(proxy: Proxy) -> None:
+async def test_an_item_that_cannot_be_sent_is_refused_with_its_field(proxy: Proxy) -> None:
     with fails_with(ConfigError, "['of']", "lock"):
         await episode(MySyncAgent(), proxy, of=threading.Lock())

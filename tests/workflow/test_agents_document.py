@@ -20,7 +20,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "agents-in-training.m
 AGENT, REWARD, CLIENT, EPISODE = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 
-async def test_the_agent(proxy: Proxy, scripted: ScriptedEngine, chat: ChatFormat) -> None:
+async def test_the_documented_agent_gets_its_discounted_rewards(
+    proxy: Proxy, scripted: ScriptedEngine, chat: ChatFormat
+) -> None:
     names: dict[str, Any] = {}
     exec(AGENT, names)
     agent = names["MathAgent"](turns=3)
@@ -33,7 +35,7 @@ async def test_the_agent(proxy: Proxy, scripted: ScriptedEngine, chat: ChatForma
     assert [interaction.reward for interaction in result.values()] == [0.5, 1.0]
 
 
-async def test_a_session_by_hand(proxy: Proxy) -> None:
+async def test_the_documented_session_by_hand_exports_its_reward(proxy: Proxy) -> None:
     names: dict[str, Any] = {}
     exec(CLIENT, names)
 
@@ -48,7 +50,7 @@ async def test_a_session_by_hand(proxy: Proxy) -> None:
     assert [interaction.reward for interaction in result.values()] == [0.5]
 
 
-async def test_an_episode_written_anew(proxy: Proxy) -> None:
+async def test_the_documented_episode_of_a_subclass_shapes_its_reward(proxy: Proxy) -> None:
     names: dict[str, Any] = {}
     exec(EPISODE, names)
     service = AgentService(proxy.url, lambda: ADMIN)

@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-async def test_the_documented_file_and_fields(tmp_path: Path) -> None:
+async def test_a_dump_has_the_documented_file_and_fields(tmp_path: Path) -> None:
     config = load_config(
         None,
         [f"root={tmp_path}", "experiment=e", "trial=t", "user=u", "rollout.dump_to_file=true"],
@@ -54,7 +54,7 @@ async def test_the_documented_file_and_fields(tmp_path: Path) -> None:
     assert written == [first, first | second]
 
 
-async def test_evaluations_lie_apart_and_a_task_may_come_again(tmp_path: Path) -> None:
+async def test_dumped_evaluations_lie_apart_and_a_repeated_task_is_appended(tmp_path: Path) -> None:
     dump = TrajectoryDump(tmp_path, decode)
     for _ in range(2):
         await dump.write(made()[:1], task_id="word", is_eval=True)
@@ -68,7 +68,7 @@ async def test_evaluations_lie_apart_and_a_task_may_come_again(tmp_path: Path) -
     assert dump.write_now([], task_id=2, is_eval=False) is None, "there is nothing to write"
 
 
-def test_another_folder_may_be_chosen(tmp_path: Path) -> None:
+def test_dumps_are_written_to_the_folder_that_is_chosen(tmp_path: Path) -> None:
     given = [f"rollout.fileroot={tmp_path}", "experiment=e", "trial=t"]
     assert TrajectoryDump.of(load_config(None, given, environ={}), decode) is None
     on = load_config(None, [*given, "rollout.dump_to_file=true"], environ={})
@@ -94,7 +94,7 @@ def test_half_characters_can_be_written(tmp_path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").split("\n")) == 2
 
 
-async def test_what_goes_wrong_is_said_once_and_counted(
+async def test_dumps_that_fail_are_logged_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "rollout").write_text("a file in its place")

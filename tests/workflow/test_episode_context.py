@@ -5,7 +5,7 @@ import asyncio
 from any_agent import workflow_context
 
 
-async def test_episodes_side_by_side_never_see_each_others() -> None:
+async def test_episodes_side_by_side_never_see_each_others_context() -> None:
     meet = asyncio.Barrier(3)
 
     async def helper() -> object:
@@ -28,7 +28,7 @@ async def test_episodes_side_by_side_never_see_each_others() -> None:
     ]
 
 
-async def test_it_can_be_set_for_the_rest_of_a_task() -> None:
+async def test_a_context_can_be_set_for_the_rest_of_a_task() -> None:
     async def episode() -> int | str | None:
         workflow_context.set(workflow_context.WorkflowContext(task_id="t"))
         return workflow_context.get().task_id

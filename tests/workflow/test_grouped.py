@@ -96,7 +96,7 @@ async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
         await group.arun_episode(None, {})  # type: ignore[arg-type]
 
 
-async def test_cancelling_it_cancels_all_and_leaves_none_behind() -> None:
+async def test_cancelling_a_group_cancels_all_its_runs() -> None:
     workflow = Counted(lambda _: None, 4)
     workflow.meet = asyncio.Barrier(5)
     group = GroupedRolloutWorkflow(workflow, 4)

@@ -97,7 +97,7 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loader", [{}, {"collate_fn": lambda items: items}], ids=["own", "list"])
-def test_it_is_collected_exact_to_the_token(
+def test_a_hand_written_workflow_is_collected_exact_to_the_token(
     tokenizer: Any, wide: torch.dtype, loader: dict[str, Any]
 ) -> None:
     """Its first answer is wrong. Over a loader of torch, and by both ways to ask for a batch."""

@@ -89,14 +89,14 @@ async def test_an_episode_is_what_the_engine_sampled(
     assert await real_proxy.lease() == [], "no trainer's poll is handed it"
 
 
-async def test_rewards_by_completion(proxy: Proxy) -> None:
+async def test_an_agent_can_reward_each_completion_by_its_id(proxy: Proxy) -> None:
     agent = MyAgent(turns=2, reward=lambda all: {all[0].id: 0.5, all[1].id: np.float32(1)})
     result = await episode(agent, proxy, discount=0.9)
     assert result is not None
     assert [i.reward for i in result.values()] == pytest.approx([0.5 + 0.9, 1.0])
 
 
-async def test_rewards_that_the_agent_has_set_itself(proxy: Proxy) -> None:
+async def test_rewards_that_the_agent_has_set_itself_are_kept(proxy: Proxy) -> None:
     result = await episode(RewardsItself(), proxy)
     assert result is not None
     assert [i.reward for i in result.values()] == [0.25]
@@ -182,7 +182,7 @@ async def test_no_error_of_ours_shows_the_key(proxy: Proxy, patient: bool) -> No
     assert all(key not in text for text in shown)
 
 
-async def test_one_row_for_a_conversation(proxy: Proxy) -> None:
+async def test_a_conversation_exported_as_concat_is_one_row(proxy: Proxy) -> None:
     result = await episode(MyAgent(turns=3), proxy, export_style="concat")
     assert result is not None
     ((row, _),) = rows_of(result)
@@ -211,7 +211,7 @@ class AsDocumented(OpenAIProxyWorkflow):
     ("reward", "expected"),
     [(np.float32(1), [0.5, 1.0]), (lambda all: {all[0].id: 0.25, all[1].id: True}, [0.75, 1.0])],
 )
-async def test_an_episode_that_a_subclass_writes_anew(
+async def test_an_episode_written_anew_by_a_subclass_has_its_own_rewards(
     proxy: Proxy, reward: Any, expected: list[float]
 ) -> None:
     agent = MyAgent(turns=2, reward=reward)
@@ -356,7 +356,7 @@ async def test_what_an_agent_raises_costs_its_own_episode_alone(proxy: Proxy) ->
     assert reason.startswith("ZeroDivisionError")
 
 
-async def test_a_hanging_agent(proxy: Proxy) -> None:
+async def test_a_hanging_agent_is_cancelled_and_its_session_aborted(proxy: Proxy) -> None:
     agent = Hangs()
     with fails_with(AgentFailed, "0.05 s", "rollout.agent.timeout", code="agent_timeout"):
         await episode(agent, proxy, timeout=0.05)
@@ -393,7 +393,7 @@ async def test_cancelling_an_episode_ends_its_session_and_its_call(
     await until(lambda: not scripted.running)
 
 
-async def test_a_service_that_is_not_there() -> None:
+async def test_a_service_that_is_not_there_is_an_error_of_unavailability() -> None:
     service = AgentService("http://127.0.0.1:9", patience=0.2)
     with fails_with(AnyAgentError, code="service_unavailable"):
         await OpenAIProxyWorkflow.of(MyAgent(), service).arun_episode(None, ITEM)

@@ -70,7 +70,7 @@ async def test_a_client_has_a_session_only_while_it_is_open(
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-async def test_it_rewards_its_session_whatever_the_default_is(
+async def test_a_client_rewards_its_session_whatever_the_default_is(
     http: aiohttp.ClientSession, serve: Serve, scripted: ScriptedEngine, mode: Any
 ) -> None:
     proxy = await serve(scripted.url, "sessions.rewards=judge")
@@ -83,7 +83,9 @@ async def test_it_rewards_its_session_whatever_the_default_is(
     assert interaction.reward == 0.5
 
 
-async def test_a_grant_that_somebody_else_took(http: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def test_a_client_whose_grant_was_taken_starts_its_session_all_the_same(
+    http: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     client = client_of(http, proxy)
     await client.grant_capacity()
     async with ArealClient(proxy.url, ADMIN) as other:
@@ -95,7 +97,9 @@ async def test_a_grant_that_somebody_else_took(http: aiohttp.ClientSession, prox
     assert proxy.service.sessions.grants.left == 0
 
 
-async def test_what_goes_wrong_inside_aborts_it(http: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def test_an_error_inside_a_session_aborts_the_session(
+    http: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     client = client_of(http, proxy)
     await client.grant_capacity()
     with pytest.raises(RuntimeError):
@@ -107,7 +111,7 @@ async def test_what_goes_wrong_inside_aborts_it(http: aiohttp.ClientSession, pro
         await client.export_interactions()
 
 
-async def test_a_busy_agent_gives_signs_of_life(
+async def test_a_session_sends_heartbeats_while_its_agent_is_busy(
     http: aiohttp.ClientSession, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HEARTBEAT", 0.02)
@@ -171,7 +175,7 @@ async def test_lost_answers_make_nothing_happen_twice(
     await runner.cleanup()
 
 
-async def test_a_service_that_stays_away_or_refuses_the_key(
+async def test_a_service_that_stays_away_or_refuses_the_key_is_an_error(
     http: aiohttp.ClientSession, proxy: Proxy
 ) -> None:
     client = OpenAIProxyClient(http, "http://127.0.0.1:9", "task", patience=0.3)

@@ -57,7 +57,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_a_name_a_class_and_an_instance(script: Any) -> None:
+def test_a_workflow_is_found_by_name_class_or_instance(script: Any) -> None:
     for given in ("made_workflows.Mine", script.Mine):
         made: Any = resolve_workflow(given, {"turns": 2})
         assert isinstance(made, script.Mine)
@@ -66,7 +66,7 @@ def test_a_name_a_class_and_an_instance(script: Any) -> None:
     assert resolve_workflow("made_workflows.ready") is script.ready
 
 
-def test_an_agent_is_wrapped(script: Any) -> None:
+def test_an_agent_by_name_class_or_instance_becomes_a_workflow(script: Any) -> None:
     for given, kwargs, turns in (
         ("made_workflows.Agent", {"turns": 4}, 4),
         (script.Agent, None, 1),
@@ -123,7 +123,7 @@ REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [
 
 
 @pytest.mark.parametrize(("name", "kwargs", "says"), REFUSED)
-def test_an_error_says_what_to_do(
+def test_a_workflow_that_cannot_be_resolved_is_an_error_with_its_remedy(
     script: Any, name: str, kwargs: dict[str, Any] | None, says: str
 ) -> None:
     with fails_with(ConfigError, says):

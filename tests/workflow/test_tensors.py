@@ -64,7 +64,7 @@ def test_other_widths_become_the_documented_ones() -> None:
     assert checked_tensors(together)["input_ids"].dtype == torch.int32
 
 
-def test_what_training_alone_needs_may_be_missing_until_then() -> None:
+def test_fields_that_only_training_needs_may_be_missing_until_then() -> None:
     given = tensors([1, 2, 3], loss_mask=None, logprobs=None, versions=None, rewards=None)
     assert set(checked_tensors(given)) == {"input_ids", "attention_mask"}
     with fails_with(InvalidTrajectory, param="loss_mask"):
@@ -136,7 +136,7 @@ def test_an_episode_without_any_call_is_told_how_to_reject(result: Any) -> None:
         tensors_of(result)
 
 
-def test_rows_have_no_padding() -> None:
+def test_rows_of_an_episode_have_no_padding() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3], reward=0.5, temperatures=torch.tensor([0.5, 2.0]))
     rows = rows_of(given)
     given["input_ids"][0, 0] = 99  # of another memory
@@ -182,7 +182,7 @@ def test_a_wrong_reward_names_its_interaction() -> None:
         rows_of(episode)
 
 
-def test_nothing_is_of_newer_weights_than_there_are() -> None:
+def test_a_trained_token_of_newer_weights_than_exist_is_refused() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3])
     assert len(rows_of(given, newest=3)) == 2
     given["versions"][1, 2] = 9

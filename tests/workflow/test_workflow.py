@@ -28,7 +28,7 @@ class ScriptedClient(RLClient):
         return self.answers.pop(0)
 
 
-async def test_it_blocks_until_external_agents_have_closed_a_group() -> None:
+async def test_an_episode_waits_until_external_agents_have_closed_a_group() -> None:
     group = [Trajectory(f"s{k}", "g", [], final_reward=float(k)) for k in range(2)]
     client = ScriptedClient([None, None, pack_trajectories(group)])
     workflow = ProxyWorkflow(client, owner="me", poll=7.0)
@@ -38,7 +38,7 @@ async def test_it_blocks_until_external_agents_have_closed_a_group() -> None:
     assert client.asked == [("me", 7.0, 1)] * 3
 
 
-async def test_it_stops_at_once_when_cancelled() -> None:
+async def test_a_waiting_episode_ends_at_once_when_cancelled() -> None:
     client = ScriptedClient([None])
     task = asyncio.create_task(ProxyWorkflow(client, owner="me").arun_episode(None, None))
     async with asyncio.timeout(60):
@@ -48,7 +48,7 @@ async def test_it_stops_at_once_when_cancelled() -> None:
         await asyncio.wait_for(task, 60)
 
 
-async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
+async def test_a_proxy_workflow_refuses_dataset_items_and_has_its_own_name() -> None:
     client = ScriptedClient([pack_trajectories([Trajectory("s", "g", [])])])
     workflow = ProxyWorkflow(client)
     with pytest.raises(ConfigError):
@@ -58,7 +58,7 @@ async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
     assert workflow.owner != ProxyWorkflow(client).owner
 
 
-async def test_it_takes_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_workflow_can_be_made_from_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     async def lease(client: RLClient, *, owner: str, wait: float) -> bytes:
         raise ServiceUnavailable(f"{client.url} {owner}")
 

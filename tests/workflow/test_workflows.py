@@ -70,7 +70,7 @@ def worst(models: list[Any], result: dict[str, torch.Tensor], temperature: float
     return difference
 
 
-async def test_one_answer_one_reward(
+async def test_rlvr_returns_what_was_sampled_with_its_reward(
     pool: EnginePool, embedded: EmbeddedEngine, chat: ChatFormat, tiny_model_dir: Path
 ) -> None:
     workflow = RLVRWorkflow(
@@ -89,7 +89,9 @@ async def test_one_answer_one_reward(
     assert stats_tracker.export_all()["rollout/reward"] == len(text)
 
 
-async def test_its_own_prompt(pool: EnginePool, chat: ChatFormat, tiny_model_dir: Path) -> None:
+async def test_a_workflow_uses_its_own_function_for_prompts(
+    pool: EnginePool, chat: ChatFormat, tiny_model_dir: Path
+) -> None:
     from transformers import AutoTokenizer
 
     def ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
@@ -237,7 +239,9 @@ REFUSED_NAMES = {
 }
 
 
-async def test_bad_items_and_rewards(pool: EnginePool, chat: ChatFormat) -> None:
+async def test_bad_items_rewards_and_arguments_are_refused_by_name(
+    pool: EnginePool, chat: ChatFormat
+) -> None:
     workflow = RLVRWorkflow(functions.digits, SAMPLING, chat)
     with fails_with(ConfigError, "'messages'", "question, answer"):
         await workflow.arun_episode(pool, {"question": "?", "answer": "4"})

@@ -22,7 +22,7 @@ from any_agent.workflow.tensor_checks import PER_ROW, PER_TOKEN, REQUIRED
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "workflows.md").read_text()
 
 
-async def test_the_example(tiny_model_dir: Path) -> None:
+async def test_the_documented_workflow_collects_its_groups(tiny_model_dir: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
     names: dict[str, Any] = {"__name__": "arithmetic"}
     exec(compile(code, "docs/how-to/workflows.md", "exec"), names)
@@ -46,7 +46,7 @@ async def test_the_example(tiny_model_dir: Path) -> None:
     }
 
 
-def test_the_calls_of_a_trainer(
+def test_the_documented_calls_of_a_trainer_make_their_workflows(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, script, reward, ready, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.S)
@@ -72,7 +72,7 @@ def test_the_calls_of_a_trainer(
         del sys.modules[name]
 
 
-def test_it_names_every_field() -> None:
+def test_the_document_names_every_field_of_the_tensors() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\[.*?\]) \| (\w+) \| (required)?", TEXT, re.M)
     fields = {**dict.fromkeys(PER_TOKEN, "[B, T]"), **dict.fromkeys(PER_ROW, "[B]")}
     assert {name: shape for name, shape, *_ in rows} == fields

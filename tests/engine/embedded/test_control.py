@@ -40,7 +40,7 @@ async def test_cancel_takes_one_step(loaded: LoadedModel) -> None:
         assert engine.loop.load == (0, 0)
 
 
-async def test_one_abort_leaves_the_others_exact(engine: EmbeddedEngine) -> None:
+async def test_aborting_one_request_leaves_the_others_exact(engine: EmbeddedEngine) -> None:
     """And so does a pause in place."""
     asks = [
         request(f"r{i}", prompt(5 + 3 * i, i), max_new_tokens=200 if i == 1 else 40)
@@ -87,7 +87,7 @@ async def test_pause_abort_gives_partials_and_queues_the_new(engine: EmbeddedEng
     assert (await asyncio.wait_for(late.finished(), LIMIT)).type == "length"
 
 
-async def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
+async def test_a_request_beyond_the_bound_of_the_queue_is_refused(loaded: LoadedModel) -> None:
     options = EngineOptions(max_running_requests=1, max_queued_requests=2)
     async with EmbeddedEngine(loaded, options) as engine:
         await engine.pause("in_place")
@@ -102,7 +102,7 @@ async def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
         engine.submit(request("r3", prompt(3)))
 
 
-async def test_a_dead_loop_fails_what_was_posted_too(loaded: LoadedModel) -> None:
+async def test_a_dead_loop_fails_running_and_posted_work(loaded: LoadedModel) -> None:
     gate = Gate()
 
     def die(forward: Callable[[], Any], call: int) -> Any:
@@ -135,7 +135,7 @@ async def test_an_update_whose_caller_left_is_dropped(loaded: LoadedModel) -> No
         assert (applied, engine.version) == ([2], 2)
 
 
-async def test_stopping_ends_what_runs(loaded: LoadedModel) -> None:
+async def test_stopping_the_engine_ends_running_requests_with_an_error(loaded: LoadedModel) -> None:
     async with EmbeddedEngine(loaded) as engine:
         generation = engine.submit(request("a", prompt(3), max_new_tokens=2000))
         await generation.progress()
@@ -182,7 +182,9 @@ BAD: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_refused_before_the_model(engine: EmbeddedEngine, name: str) -> None:
+async def test_wrong_parameters_are_refused_before_the_model_runs(
+    engine: EmbeddedEngine, name: str
+) -> None:
     for value in BAD[name]:
         change = {name: value} if name != "input_ids" else {}
         with pytest.raises(InvalidRequest):

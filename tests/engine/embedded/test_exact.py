@@ -56,7 +56,7 @@ async def ragged_worst(engine: EmbeddedEngine, n: int) -> float:
     )
 
 
-async def test_ragged_joins_equal_a_fresh_pass(engine: EmbeddedEngine) -> None:
+async def test_requests_that_join_at_any_time_equal_a_fresh_pass(engine: EmbeddedEngine) -> None:
     assert await ragged_worst(engine, 14) < 1e-5
 
 
@@ -72,7 +72,9 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2_tied"])
-async def test_other_architectures_are_exact(kind: str, loaded: LoadedModel, tmp_path: Any) -> None:
+async def test_other_architectures_give_exact_logprobs(
+    kind: str, loaded: LoadedModel, tmp_path: Any
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -106,7 +108,9 @@ def test_models_that_cannot_be_served_exactly_are_refused(
         load_model(str(tmp_path))
 
 
-async def test_a_whole_temperature_is_exact(engine: EmbeddedEngine) -> None:
+async def test_a_temperature_that_is_an_integer_gives_exact_logprobs(
+    engine: EmbeddedEngine,
+) -> None:
     ids, logprobs = await collect(engine, request("i", prompt(5), temperature=2))
     assert worst(logprobs, fresh_logprobs(engine.loaded.model, prompt(5), ids, 2)) < 1e-5
 

@@ -46,7 +46,9 @@ def spelled(loaded: LoadedModel, grammar: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("text", ["a<think>b", "<|im_end|>", "xyzyx", "</think></think>"])
-def test_names_are_written_in_other_tokens(loaded: LoadedModel, text: str, special: bool) -> None:
+def test_names_of_added_tokens_are_written_in_ordinary_tokens(
+    loaded: LoadedModel, text: str, special: bool
+) -> None:
     """Also where names overlap; and whether the tokenizer calls them special or not."""
     model = with_added(loaded, "xyz", "zyx", special=special)
     added = set(model.tokenizer.get_added_vocab().values())
@@ -65,7 +67,7 @@ def test_names_are_written_in_other_tokens(loaded: LoadedModel, text: str, speci
     assert core.decode(ids, skip_special_tokens=False) == text
 
 
-def test_runs_of_spaces_are_text(loaded: LoadedModel) -> None:
+def test_an_added_token_of_spaces_may_stand_for_text(loaded: LoadedModel) -> None:
     model = with_added(loaded, "        ", special=False)
     run = model.vocab_size - 1
     assert run in spelled(model, {"json_schema": {"const": "a        b"}})

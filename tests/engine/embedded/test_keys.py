@@ -58,7 +58,7 @@ async def test_every_route_but_health_needs_the_key(
     assert engine.loop.paused is None
 
 
-async def test_clients_send_it(locked: str) -> None:
+async def test_every_client_sends_the_engines_key(locked: str) -> None:
     client = SGLangEngine(locked, decode=lambda _: "", key=KEY)
     other = SGLangEngine(locked, decode=lambda _: "", key="another", update_wait=0.2)
     try:

@@ -59,14 +59,16 @@ async def test_logprobs_are_of_the_bent_distribution(
     assert len(set(output)) < len(output), "no token came twice: the test shows nothing"
 
 
-def test_prompts_are_not_penalised() -> None:
+def test_penalties_do_not_count_tokens_of_the_prompt() -> None:
     logits = torch.randn(50)
     bent = logits.clone()
     LogitsProcessor(GenerationHyperparameters(**PENALTIES)).apply(bent)
     assert torch.equal(bent, logits)
 
 
-async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+async def test_parameters_of_one_request_do_not_change_its_neighbours(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
     """Rows of one batch, of which one alone has each parameter."""
     ids = prompt(7)
     plain = await agenerate(engine, request("plain", ids, temperature=0))
@@ -116,7 +118,7 @@ async def test_what_is_generated_follows_its_grammar(
         state.push(token)
 
 
-async def test_it_tells_which_tokens_a_grammar_decided(
+async def test_answers_mark_the_tokens_that_a_grammar_decided(
     engine: EmbeddedEngine, loaded: LoadedModel
 ) -> None:
     """Judged by a fresh pass over the whole context, of the model without any grammar."""
@@ -160,7 +162,7 @@ async def test_it_tells_which_tokens_a_grammar_decided(
         "nonsense",
     ],
 )
-async def test_what_is_no_grammar_is_refused(engine: EmbeddedEngine, grammar: str) -> None:
+async def test_a_text_that_is_no_grammar_is_refused(engine: EmbeddedEngine, grammar: str) -> None:
     with fails_with(InvalidRequest, param="grammar"):
         await agenerate(engine, request("r", prompt(5), grammar=grammar))
 

@@ -22,7 +22,7 @@ def error_of(loaded: LoadedModel, out: EngineRequest) -> float:
     return worst(out.logprobs, reference)
 
 
-async def test_a_group_is_computed_once(loaded: LoadedModel) -> None:
+async def test_the_shared_prompt_of_a_group_is_computed_once(loaded: LoadedModel) -> None:
     """Two groups and a single request join at once, ends move rows, and more members join later."""
     async with EmbeddedEngine(loaded, EngineOptions(max_running_requests=12)) as engine:
         prompts = [prompt(20, 1)] * 4 + [prompt(33, 2)] * 4 + [prompt(9, 3)]
@@ -53,7 +53,7 @@ async def test_a_group_is_computed_once(loaded: LoadedModel) -> None:
         assert cleared.request.cached_tokens == 0
 
 
-async def test_an_end_that_was_read_is_not_waited_for_again(engine: EmbeddedEngine) -> None:
+async def test_the_end_of_a_generation_can_be_read_twice(engine: EmbeddedEngine) -> None:
     generation = engine.submit(request("r", prompt(7), max_new_tokens=1))
     end = await asyncio.wait_for(generation.finished(), LIMIT)
     assert await asyncio.wait_for(generation.finished(), LIMIT) is end
@@ -78,7 +78,9 @@ async def test_new_weights_compute_a_running_prompt_again(
     assert error_of(other, old.request) > 1e-3
 
 
-async def test_old_prompts_make_room(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_cached_prompts_make_room_for_new_ones(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("any_agent.engine.embedded.prompts.MAX_KEPT_TOKENS", 40)
     async with EmbeddedEngine(loaded) as engine:
         cached = []

@@ -58,7 +58,9 @@ def chi_square(ids: list[int], expected: torch.Tensor) -> float:
     ],
     ids=["seeds", "negative seeds", "high bits", "positions", "both", "colder", "warmer"],
 )
-def test_draws_are_of_the_softmax(cases: list[tuple[int, int]], temperature: float) -> None:
+def test_draws_have_the_distribution_of_the_softmax(
+    cases: list[tuple[int, int]], temperature: float
+) -> None:
     ids = draw(cases, temperature=temperature)
     assert chi_square(ids, torch.softmax(LOGITS / temperature, -1)) < BEYOND
 
@@ -69,7 +71,7 @@ def test_top_k_and_top_p_cut_seeded_draws() -> None:
     assert set(draw(((s, 0) for s in range(50)), temperature=0.0)) == {0}
 
 
-def test_one_position_says_nothing_of_the_next() -> None:
+def test_draws_at_neighbouring_positions_and_seeds_are_independent() -> None:
     """Of equal halves: the four pairs are equally frequent, in a sequence and across seeds."""
     for step in ((0, 1), (1, 0)):
         first = draw((seed, 5) for seed in range(DRAWS))
@@ -129,7 +131,9 @@ async def test_seeds_beyond_64_bits_are_refused(engine: EmbeddedEngine, seed: in
 
 
 @pytest.mark.service
-def test_two_processes_agree_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_two_engine_processes_sample_alike_bit_for_bit(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     """With one request at a time, also if they come in another order."""
     outputs = []
     for order in (1, -1):

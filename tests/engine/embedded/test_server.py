@@ -46,7 +46,7 @@ class TestIncremental(SamplingContract):
         yield await serve(own_engine, incremental=True)
 
 
-async def test_a_web_page_is_not_served(engine: EmbeddedEngine, serve: Serve) -> None:
+async def test_a_request_from_a_web_page_is_refused(engine: EmbeddedEngine, serve: Serve) -> None:
     url = await serve(engine)
     async with aiohttp.ClientSession(url) as http:
         for headers in ({"Origin": "http://127.0.0.1:3000"}, {"Sec-Fetch-Site": "none"}):
@@ -120,7 +120,7 @@ async def raw(url: str, sent: bytes, end: bytes = b"}}") -> bytes:
     return got
 
 
-async def test_slow_bodies_and_malformed_requests(
+async def test_slow_bodies_and_malformed_requests_are_refused_without_log_lines(
     engine: EmbeddedEngine,
     serve: Serve,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +165,9 @@ async def test_neutral_parameters_are_accepted(engine: EmbeddedEngine, serve: Se
     check_answer(answer, 12)
 
 
-async def test_equal_rids_and_a_full_queue(loaded: LoadedModel, serve: Serve) -> None:
+async def test_a_full_queue_and_a_repeated_request_id_are_refused(
+    loaded: LoadedModel, serve: Serve
+) -> None:
     options = EngineOptions(max_running_requests=1, max_queued_requests=1)
     async with EmbeddedEngine(loaded, options) as engine:
         url = await serve(engine)
@@ -238,7 +240,9 @@ async def test_a_client_that_leaves_amid_an_event_is_no_fault(
     assert (await call(url, "/generate", body()))[0] == 200
 
 
-async def test_a_dead_loop_answers(loaded: LoadedModel, serve: Serve) -> None:
+async def test_a_server_whose_loop_died_answers_503_everywhere(
+    loaded: LoadedModel, serve: Serve
+) -> None:
     def die(forward: Callable[[], Any], call: int) -> Any:
         if call == 3:
             raise RuntimeError("out of luck")
@@ -257,7 +261,9 @@ async def test_a_dead_loop_answers(loaded: LoadedModel, serve: Serve) -> None:
         assert (await call(url, "/update_weights_from_disk", update))[0] == 503
 
 
-async def test_what_it_says_about_itself(engine: EmbeddedEngine, serve: Serve) -> None:
+async def test_the_server_reports_its_model_version_and_limits(
+    engine: EmbeddedEngine, serve: Serve
+) -> None:
     url = await serve(engine)
     _, info = await call(url, "/model_info", method="GET")
     assert (info["vocab_size"], info["context_length"]) == (380, 2048)
@@ -298,7 +304,7 @@ def test_a_dead_loop_ends_the_process(
     assert "the generation loop died: RuntimeError('out of luck')" in capsys.readouterr().err
 
 
-def test_bad_starts_exit_with_the_reason(
+def test_an_engine_that_cannot_start_exits_with_the_reason(
     tiny_model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

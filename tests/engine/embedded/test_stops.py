@@ -117,7 +117,9 @@ async def whole(engine: EmbeddedEngine, rid: str, **config: object) -> ModelResp
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-async def test_end_of_text(loaded: LoadedModel, ignore: bool) -> None:
+async def test_the_end_of_text_token_ends_an_answer_unless_ignored(
+    loaded: LoadedModel, ignore: bool
+) -> None:
     async with EmbeddedEngine(loaded) as engine:
         free = await whole(engine, "free")
     token = free.output_ids[4]

@@ -89,13 +89,13 @@ for _ in range(5000):
         7,
     ],
 )
-def test_what_is_not_read_is_refused(loaded: LoadedModel, part: Any) -> None:
+def test_unsupported_parts_of_a_structural_tag_are_refused(loaded: LoadedModel, part: Any) -> None:
     with fails_with(InvalidRequest, param="grammar"):
         GrammarCompiler(loaded).compile(json.dumps({"structural_tag": tag(part)}))
 
 
 @pytest.mark.parametrize("pattern", ["(", "a\\", 'a/\nstart: "x"'])
-def test_no_pattern_leaves_its_place(loaded: LoadedModel, pattern: str) -> None:
+def test_a_pattern_never_matches_outside_its_tag(loaded: LoadedModel, pattern: str) -> None:
     part = {"type": "regex", "pattern": pattern}
     try:
         assert not takes(loaded, part, "x")

@@ -62,7 +62,7 @@ async def give(url: str, tensors: list[tuple[str, torch.Tensor]], version: str) 
 
 
 @pytest.mark.parametrize("wrong", ["missing", "strange", "misshapen"])
-async def test_what_does_not_fit_changes_nothing(
+async def test_tensors_that_do_not_fit_change_no_weight(
     wrong: str, own_engine: EmbeddedEngine, serve: Serve
 ) -> None:
     url = await serve(own_engine)
@@ -115,7 +115,9 @@ async def test_tied_weights_stay_tied(tiny_model_dir: Path, tmp_path: Path, serv
     ],
     ids=str,
 )
-async def test_bad_bodies(body: dict[str, Any], engine: EmbeddedEngine, serve: Serve) -> None:
+async def test_a_malformed_weight_update_is_refused_and_the_engine_lives(
+    body: dict[str, Any], engine: EmbeddedEngine, serve: Serve
+) -> None:
     url = await serve(engine)
     await call(url, "/begin_weight_update", {})
     status, answer = await call(url, "/update_weights_from_tensor", body)
@@ -124,7 +126,7 @@ async def test_bad_bodies(body: dict[str, Any], engine: EmbeddedEngine, serve: S
     assert (await call(url, "/health", method="GET"))[0] == 200
 
 
-async def test_a_group_that_nobody_leads(
+async def test_joining_a_group_that_nobody_leads_blocks_nothing(
     engine: EmbeddedEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Joining blocks nothing, and a bad wish is refused at once."""

@@ -102,7 +102,9 @@ async def test_an_update_waits_for_those_in_flight(
         assert late.request.versions(0, 5) == ["1"] * 5
 
 
-async def test_the_wait_is_bounded(tiny_model_dir: Path, other_model_dir: Path) -> None:
+async def test_an_update_waits_for_running_calls_only_so_long(
+    tiny_model_dir: Path, other_model_dir: Path
+) -> None:
     options = EngineOptions(update_timeout=0.05)
     async with EmbeddedEngine.load(str(tiny_model_dir), options) as engine:
         running = engine.submit(request("a", prompt(4), max_new_tokens=2000))

@@ -244,7 +244,7 @@ def models() -> dict[int, TrueModel]:
     return {}
 
 
-def test_it_learns(run: Run) -> None:
+def test_training_on_real_engines_raises_accuracy_and_rewards(run: Run) -> None:
     lines = run.output + f"\nfailures: {run.training.errors + run.after.errors}"
     assert run.before.failed + run.training.failed + run.after.failed == 0, lines
     assert run.training.sessions >= STEPS * run.config.rollout.batch_size

@@ -65,7 +65,7 @@ class TestUpdates(UpdatesContract):
     rounding = ROUNDING
 
 
-async def test_what_it_can(client: SGLangEngine) -> None:
+async def test_sglangs_capabilities_and_limits_are_read(client: SGLangEngine) -> None:
     assert await client.capabilities() == Capabilities(seed=False)
     assert await client.context_length() > 1000
     assert (await client.slots() or 0) > 1

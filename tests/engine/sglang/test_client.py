@@ -141,7 +141,7 @@ async def test_a_budget_spent_at_the_seam_ends_the_call(
 
 
 @BOTH
-async def test_a_stop_string_across_the_seam(
+async def test_a_stop_string_across_an_update_is_found(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     """The resumed request sees its own output only, so it misses what began before."""
@@ -298,7 +298,9 @@ async def test_control_calls_do_not_wait_for_an_engine_that_is_away() -> None:
 
 
 @BOTH
-async def test_an_engine_that_says_nothing(scripted: ScriptedEngine, stream: bool) -> None:
+async def test_a_silent_engine_is_given_up_and_its_request_aborted(
+    scripted: ScriptedEngine, stream: bool
+) -> None:
     scripted.hold(0)
     async with client_of(scripted, request_timeout=0.1) as client:
         with pytest.raises(EngineUnavailable):

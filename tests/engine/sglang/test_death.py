@@ -73,7 +73,7 @@ async def test_a_death_is_survived_with_what_was_received(
 
 
 @BOTH
-async def test_calls_that_come_while_it_is_away_wait(
+async def test_calls_wait_while_the_engine_is_away(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     scripted.hold(1)
@@ -88,7 +88,9 @@ async def test_calls_that_come_while_it_is_away_wait(
     assert len(scripted.requests) == 5
 
 
-async def test_many_deaths_of_many_calls(client: SGLangEngine, scripted: ScriptedEngine) -> None:
+async def test_many_calls_survive_many_deaths_exactly(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
     """Each death finds every stream one token further."""
     for at in (1, 1, 1):
         for _ in range(8):
@@ -107,7 +109,9 @@ async def test_many_deaths_of_many_calls(client: SGLangEngine, scripted: Scripte
 
 
 @BOTH
-async def test_an_engine_that_never_comes_back(scripted: ScriptedEngine, stream: bool) -> None:
+async def test_an_engine_that_never_comes_back_fails_its_calls_as_unavailable(
+    scripted: ScriptedEngine, stream: bool
+) -> None:
     async with client_of(scripted, update_wait=0.2) as client:
         scripted.hold(2)
         work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
@@ -150,7 +154,7 @@ async def test_cancelled_calls_stop_waiting(
 
 
 @BOTH
-async def test_an_engine_that_dies_of_every_request(
+async def test_a_request_that_kills_its_engine_is_given_up_after_six_tries(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     for _ in range(10):
@@ -177,7 +181,9 @@ async def test_a_stream_that_breaks_off_is_gone_on_with(
     assert [body["input_ids"] for body in scripted.requests] == expected
 
 
-async def test_a_stop_string_across_a_death(client: SGLangEngine, scripted: ScriptedEngine) -> None:
+async def test_a_stop_string_across_a_death_is_found(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
     tokens = [30, 31, 32, 33, 34, 35]
     stop = scripted.decode([31, 32, 33])
     scripted.say(tokens)
@@ -192,7 +198,7 @@ async def test_a_stop_string_across_a_death(client: SGLangEngine, scripted: Scri
 
 
 @BOTH
-async def test_a_server_whose_loop_is_dead(
+async def test_a_call_waits_for_a_server_whose_loop_is_dead(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     scripted.ill = True
@@ -208,7 +214,7 @@ async def test_a_server_whose_loop_is_dead(
 
 
 @BOTH
-async def test_an_update_while_the_engine_is_away(
+async def test_a_call_waits_for_an_update_after_its_engine_is_back(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     scripted.hold(2)
@@ -251,7 +257,7 @@ async def test_a_call_survives_a_death_in_an_update(
 
 
 @BOTH
-async def test_the_version_of_an_engine_that_was_restarted_unnoticed(
+async def test_an_engine_restarted_unnoticed_gives_its_own_version(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     await all_of(client, request(), stream=stream)
@@ -261,7 +267,9 @@ async def test_the_version_of_an_engine_that_was_restarted_unnoticed(
     assert client.version == 7
 
 
-async def test_a_connection_that_breaks_in_a_pause(scripted: ScriptedEngine) -> None:
+async def test_a_call_goes_on_after_its_connection_broke_in_a_pause(
+    scripted: ScriptedEngine,
+) -> None:
     """A paused SGLang does not call itself healthy, and is none the less there."""
     async with client_of(scripted, update_mode="in_place") as client:
         scripted.hold(2)

@@ -32,7 +32,7 @@ def at(scripted: ScriptedEngine, *tokens: int) -> bool:
 
 
 @BOTH
-async def test_an_update_waits_for_them(
+async def test_an_update_waits_for_calls_under_a_grammar(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     bound, free = scripted.hold(3), scripted.hold(2)
@@ -61,7 +61,7 @@ async def test_an_update_waits_for_them(
 
 
 @BOTH
-async def test_one_that_takes_too_long_is_cut_and_says_so(
+async def test_a_call_under_a_grammar_that_outlasts_the_wait_fails_by_name(
     scripted: ScriptedEngine, stream: bool
 ) -> None:
     """One without a token begins again."""
@@ -88,7 +88,7 @@ async def test_one_that_takes_too_long_is_cut_and_says_so(
 
 
 @BOTH
-async def test_packed_ids_and_likeliest_tokens_across_an_update(
+async def test_packed_ids_and_likeliest_tokens_survive_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     scripted.hold(4)

@@ -39,7 +39,7 @@ def meta(total: int, fresh: int, **changes: Any) -> dict[str, Any]:
 # -- what is sent ------------------------------------------------------------------------------
 
 
-def test_parameters_have_sglangs_names() -> None:
+def test_parameters_are_sent_under_sglangs_names() -> None:
     ask = replace(request(**EVERYTHING, seed=3), top_logprobs=4, cache_salt="s")
     body = orjson.loads(generate_body(ask, stream=True))
     sampling = body["sampling_params"]
@@ -58,7 +58,7 @@ def test_parameters_have_sglangs_names() -> None:
         ('{"regex": "a+"}', "regex", "a+"),
     ],
 )
-def test_grammars_are_sglangs(grammar: str, name: str, text: Any) -> None:
+def test_grammars_are_sent_in_sglangs_form(grammar: str, name: str, text: Any) -> None:
     sampling = orjson.loads(generate_body(request(grammar=grammar), stream=False))[
         "sampling_params"
     ]
@@ -79,7 +79,7 @@ def test_cumulative_and_incremental_events_read_the_same() -> None:
         assert all(c.top_logprobs is None for c in chunks)
 
 
-def test_likeliest_tokens_without_those_that_cannot_come() -> None:
+def test_likeliest_tokens_are_read_without_impossible_ones() -> None:
     asked = replace(request(), top_logprobs=2)
     top = [[[-0.1, 5, None], [None, 6, None]], [[-0.5, 7, None], [-0.6, 8, None]]]
     chunk = ChunkReader(asked).read(meta(2, 2, output_top_logprobs=top))
@@ -103,7 +103,7 @@ def test_an_engine_may_say_which_tokens_its_grammar_decided() -> None:
 
 
 @pytest.mark.parametrize("bound", [[True], [True, 1], [True, None], None, "ab"], ids=str)
-def test_what_says_neither_of_a_token_is_refused(bound: Any) -> None:
+def test_an_answer_with_unclear_marks_of_a_grammars_tokens_is_refused(bound: Any) -> None:
     with pytest.raises((EngineUnavailable, ValueError)):
         ChunkReader(request()).read(meta(2, 2, output_token_bound=bound))
 
@@ -159,7 +159,7 @@ def test_an_answer_that_cannot_be_read_is_no_answer(changes: dict[str, Any]) -> 
         reader.read(meta(2, 1, **changes))
 
 
-def test_an_abort_in_sglangs_queue() -> None:
+def test_an_answer_aborted_in_sglangs_queue_is_read_whole() -> None:
     """It tells nothing of the prompt and repeats the last id, but has all log-probabilities."""
     reader = ChunkReader(request())
     reader.read(meta(2, 2))
@@ -202,7 +202,7 @@ STREAM = (
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 17, 1000])
-async def test_events_however_they_are_cut(size: int) -> None:
+async def test_events_are_read_wherever_the_stream_is_cut(size: int) -> None:
     blocks = [STREAM[i : i + size] for i in range(0, len(STREAM), size)]
     found = [event async for event in events(Response(blocks))]  # type: ignore[arg-type]
     assert found == [{"a": 1}, {"b": "é"}, {"c": 3}]

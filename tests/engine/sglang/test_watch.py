@@ -61,7 +61,7 @@ async def watching(
 
 
 @BOTH
-async def test_its_calls_are_cut_off_and_go_on_when_it_does(
+async def test_calls_of_a_hung_engine_are_cut_off_and_go_on_when_it_wakes(
     process: EngineProcess, stream: bool
 ) -> None:
     """Nothing that came is sampled again, and nothing is missing; it comes back by itself."""
@@ -113,7 +113,7 @@ async def test_a_late_answer_ends_the_silence_without_a_sample(
         await until(lambda: not client.away)
 
 
-async def test_any_answer_is_one_and_the_watchers_own_hanging_is_no_silence(
+async def test_an_answer_of_any_status_or_a_hung_watcher_is_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that is sick, or wants a key, has a living HTTP process."""

@@ -80,7 +80,7 @@ def check_likeliest(meta: dict[str, Any], tokens: int) -> None:
 
 
 class SGLangContract:
-    async def test_generate(self, url: str) -> None:
+    async def test_an_answer_has_its_id_length_and_logprobs(self, url: str) -> None:
         status, answer = await call(url, "/generate", body() | {"rid": "contract-1"})
         assert status == 200
         check_answer(answer, 12)
@@ -112,7 +112,7 @@ class SGLangContract:
         expected = [e[0] for e in whole["meta_info"]["output_token_logprobs"]]
         assert [e[0] for e in entries] == pytest.approx(expected, abs=0.05)
 
-    async def test_likeliest_tokens(self, url: str) -> None:
+    async def test_likeliest_tokens_are_told_only_where_asked_for(self, url: str) -> None:
         ask = body() | {"top_logprobs_num": 3}
         _, answer = await call(url, "/generate", ask)
         check_likeliest(answer["meta_info"], 12)
@@ -127,7 +127,7 @@ class SGLangContract:
         assert seen == 12
         assert "output_top_logprobs" not in (await call(url, "/generate", body()))[1]["meta_info"]
 
-    async def test_what_bends_is_taken(self, url: str) -> None:
+    async def test_penalties_biases_and_min_p_are_accepted(self, url: str) -> None:
         params = body(
             min_p=0.01,
             frequency_penalty=0.5,
@@ -139,7 +139,7 @@ class SGLangContract:
         assert status == 200
         check_answer(answer, 12)
 
-    async def test_stop_token(self, url: str) -> None:
+    async def test_a_stop_token_ends_the_answer_and_is_named(self, url: str) -> None:
         _, free = await call(url, "/generate", body(temperature=0))
         token = free["output_ids"][5]
         params = body(temperature=0, stop_token_ids=[token], ignore_eos=False)
@@ -148,7 +148,7 @@ class SGLangContract:
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"
         assert answer["meta_info"]["finish_reason"]["matched"] == token
 
-    async def test_stop_string(self, url: str) -> None:
+    async def test_a_stop_string_ends_the_answer_and_is_cut_from_its_text(self, url: str) -> None:
         _, free = await call(url, "/generate", body(temperature=0, max_new_tokens=48))
         text = free["text"]
         at = next(i for i in range(2, len(text)) if "\ufffd" not in text[i : i + 2])
@@ -179,14 +179,16 @@ class SGLangContract:
         ],
         ids=str,
     )
-    async def test_bad_requests(self, url: str, change: dict[str, Any]) -> None:
+    async def test_a_bad_request_is_refused_and_the_engine_lives(
+        self, url: str, change: dict[str, Any]
+    ) -> None:
         if "input_ids" in change:
             change = {"input_ids": [5] * 1_000_000}
         status, answer = await call(url, "/generate", body() | change)
         assert status == 400, answer
         assert (await call(url, "/health", method="GET"))[0] == 200
 
-    async def test_pause_abort_gives_partials(self, url: str) -> None:
+    async def test_a_pause_with_abort_gives_partial_answers(self, url: str) -> None:
         stream = events(url, body(max_new_tokens=1500))
         last = await anext(stream)
         status, _ = await call(url, "/pause_generation", {"mode": "abort"})
@@ -201,7 +203,7 @@ class SGLangContract:
             await call(url, "/continue_generation", {})
         assert (await late)[0] == 200
 
-    async def test_in_place_update_keeps_the_request(self, url: str) -> None:
+    async def test_an_in_place_update_keeps_a_running_request(self, url: str) -> None:
         _, info = await call(url, "/model_info", method="GET")
         stream = events(url, body(max_new_tokens=600))
         last = await anext(stream)
@@ -234,19 +236,21 @@ class SGLangContract:
         _, info = await call(url, "/model_info", method="GET")
         assert info["weight_version"] == "41"
 
-    async def test_a_bad_update_says_so(self, url: str) -> None:
+    async def test_an_update_from_a_missing_folder_is_refused_with_a_message(
+        self, url: str
+    ) -> None:
         update = {"model_path": "/no/such/checkpoint", "weight_version": "99"}
         status, answer = await call(url, "/update_weights_from_disk", update)
         assert status == 400
         assert answer["success"] is False
         assert answer["message"]
 
-    async def test_health_and_cache(self, url: str) -> None:
+    async def test_health_answers_and_the_cache_can_be_flushed(self, url: str) -> None:
         for path in ("/health", "/health_generate"):
             assert (await call(url, path, method="GET"))[0] == 200
         assert (await call(url, "/flush_cache"))[0] == 200
 
-    async def test_abort_request(self, url: str) -> None:
+    async def test_aborting_a_request_ends_its_stream(self, url: str) -> None:
         stream = events(url, body(max_new_tokens=1500) | {"rid": "to-abort"})
         last = await anext(stream)
         assert (await call(url, "/abort_request", {"rid": "to-abort"}))[0] == 200
@@ -258,12 +262,12 @@ class SGLangContract:
 class SamplingContract(SGLangContract):
     """Of an engine that really samples."""
 
-    async def test_a_bias_decides(self, url: str) -> None:
+    async def test_a_large_bias_decides_every_token(self, url: str) -> None:
         _, answer = await call(url, "/generate", body(logit_bias={"30": 1000}))
         assert answer["output_ids"] == [30] * 12
         assert all(e[0] == pytest.approx(0, abs=1e-3) for e in logprobs_of(answer))
 
-    async def test_a_bias_forbids(self, url: str) -> None:
+    async def test_a_large_negative_bias_forbids_its_tokens(self, url: str) -> None:
         _, free = await call(url, "/generate", body(temperature=0))
         ban = {str(token): -1000 for token in free["output_ids"]}
         _, answer = await call(url, "/generate", body(logit_bias=ban))
@@ -309,7 +313,7 @@ class SamplingContract(SGLangContract):
         """Return how often ``token`` may count for the token after ``output``."""
         return range(output.count(token), output.count(token) + 1)
 
-    async def test_a_schema(self, url: str) -> None:
+    async def test_an_answer_under_a_schema_follows_the_schema(self, url: str) -> None:
         properties = {"a": {"enum": ["x", "yz"]}, "b": {"type": "boolean"}}
         schema = {
             "type": "object",
@@ -324,7 +328,9 @@ class SamplingContract(SGLangContract):
         assert value["a"] in ("x", "yz")
         assert isinstance(value["b"], bool)
 
-    async def test_a_regular_expression(self, url: str) -> None:
+    async def test_logprobs_under_a_regular_expression_are_of_allowed_tokens(
+        self, url: str
+    ) -> None:
         params = body(max_new_tokens=50, ignore_eos=False, regex="[ab]{3}(c|de)")
         _, answer = await call(url, "/generate", params | {"top_logprobs_num": 20})
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"
@@ -338,7 +344,7 @@ class SamplingContract(SGLangContract):
             assert chosen[0] in [pytest.approx(logprob, abs=1e-4) for logprob in allowed]
 
     @pytest.mark.parametrize("bad", [{"regex": "("}, {"json_schema": '{"type": "nope"}'}], ids=str)
-    async def test_bad_grammars(self, url: str, bad: dict[str, Any]) -> None:
+    async def test_bad_grammars_are_refused(self, url: str, bad: dict[str, Any]) -> None:
         status, answer = await call(url, "/generate", body(**bad))
         assert status == 400, answer
 

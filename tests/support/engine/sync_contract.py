@@ -36,7 +36,7 @@ class SyncContract:
     """Nats that a log-probability may be off."""
 
     @pytest.mark.parametrize("way", WAYS)
-    async def test_new_weights_are_there(
+    async def test_new_weights_answer_at_once_under_their_version(
         self, way: str, engines: list[str], models: list[Path], tmp_path: Path
     ) -> None:
         """Twice, so that a group is used again; and behind a prompt that is cached."""
@@ -55,7 +55,7 @@ class SyncContract:
 
     @pytest.mark.parametrize("way", SENT)
     @pytest.mark.service
-    async def test_calls_that_are_kept_go_on(
+    async def test_calls_kept_over_an_update_go_on_with_the_new_weights(
         self, way: str, engines: list[str], models: list[Path], tmp_path: Path
     ) -> None:
         fleet = Fleet(engines[0])
@@ -79,7 +79,7 @@ class SyncContract:
         assert furthest(TrueModel(models[0]), body()["input_ids"], whole, cut, 1) <= self.rounding
 
     @pytest.mark.parametrize("way", SENT)
-    async def test_what_changes_on_the_way_is_found_out(
+    async def test_weights_damaged_on_the_way_are_noticed_and_sent_again(
         self, way: str, engines: list[str], models: list[Path], tmp_path: Path
     ) -> None:
         """A tensor that comes with other values is no new version; the next try mends it."""
@@ -101,7 +101,7 @@ class SyncContract:
             assert proxy.events.count("pause") == 2
             assert await off(proxy.engine_url, models[1]) <= self.rounding
 
-    async def test_sessions(self, engines: list[str]) -> None:
+    async def test_an_update_needs_one_open_session_at_a_time(self, engines: list[str]) -> None:
         """Weights come between a beginning and an end, which there is one of."""
         url = engines[0]
         update = {"names": [], "dtypes": [], "shapes": [], "group_name": "nobody"}

@@ -52,7 +52,7 @@ class UpdatesContract:
     """Nats that a log-probability may be off."""
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    async def test_logprobs_are_a_forward_pass(
+    async def test_logprobs_equal_those_of_a_forward_pass(
         self, url: str, models: list[Path], temperature: float
     ) -> None:
         for prompt in (IDS, PREFIX):
@@ -63,7 +63,9 @@ class UpdatesContract:
             )
             assert off <= self.rounding
 
-    async def test_an_update_by_disk_is_there_at_once(self, url: str, models: list[Path]) -> None:
+    async def test_an_update_by_disk_answers_at_once_with_the_new_weights(
+        self, url: str, models: list[Path]
+    ) -> None:
         """The new weights' log-probabilities, also behind a prompt that the old ones cached."""
         ask = body(max_new_tokens=20) | {"input_ids": PREFIX, "cache_salt": "same"}
         for version, model in ((1, models[1]), (2, models[0])):
@@ -74,7 +76,9 @@ class UpdatesContract:
             assert meta["weight_version"] == str(version)
             assert furthest(TrueModel(model), PREFIX, meta, slice(None), 1.0) <= self.rounding
 
-    async def test_salts_keep_prefixes_apart(self, url: str, models: list[Path]) -> None:
+    async def test_a_cached_prefix_is_not_shared_between_salts(
+        self, url: str, models: list[Path]
+    ) -> None:
         """As versions need it that share an engine's cache: nobody meets another salt's prefix."""
         ask = body(max_new_tokens=20) | {"input_ids": PREFIX}
         await call(url, "/generate", ask | {"cache_salt": "old"})
@@ -111,7 +115,9 @@ class UpdatesContract:
         # With the old weights' cache the new ones say something between the two.
         assert furthest(TrueModel(models[0]), IDS, whole, slice(cut, 500), 1.0) > self.rounding
 
-    async def test_another_model_is_found_out(self, url: str, models: list[Path]) -> None:
+    async def test_an_engine_with_another_model_is_refused(
+        self, url: str, models: list[Path]
+    ) -> None:
         shape = shape_of(str(models[0]))
         size = shape.vocab_size
         assert size is not None

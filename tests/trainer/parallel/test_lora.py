@@ -32,7 +32,7 @@ CONFIGS = [{}, {"gradient_checkpointing": True, "offload": True}]
 CASES = 6
 
 
-def test_gradients_weights_and_the_base_are_those_of_one_process() -> None:
+def test_two_processes_with_an_adapter_compute_what_one_computes() -> None:
     results = together(2, adapters_of, CONFIGS, CASES)
     policy, base = adapted_policy(), small_policy()
     bare = torch.cat([row_logprobs(base, [row])[0] for row in split(0)[0]])
@@ -49,7 +49,9 @@ def test_gradients_weights_and_the_base_are_those_of_one_process() -> None:
         assert_same(weights, weights_of(policy), atol=0)
 
 
-def test_what_two_have_kept_one_and_two_go_on_from(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_adapters_checkpoint_of_two_processes_is_resumed_by_one_or_two(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     model, root = str(tiny_model_dir), str(tmp_path / "two")
     expected = together(2, led_lora, trained, model, range(2), root, LORA_CONFIG)[0]
     checkpoint = tmp_path / "two" / "step-00000002"

@@ -85,7 +85,7 @@ def test_several_updates_are_those_of_one_process_for_any_split(size: int) -> No
     ],
     ids=lambda c: c.name,
 )
-def test_what_needs_all_tokens_is_that_of_one_process(config: LossConfig) -> None:
+def test_losses_that_need_all_tokens_equal_those_of_one_process(config: LossConfig) -> None:
     found = together(2, updated, 3, config)
     for case in range(3):
         policy, frozen = small_policy(lr=1e-3), small_policy()
@@ -150,7 +150,7 @@ def test_passes_in_bfloat16_are_those_in_float32_but_for_its_digits() -> None:
     assert {t.dtype for t in [*rough[0][1].values(), *rough[1].values()]} == {torch.float32}
 
 
-def test_what_two_have_kept_one_two_and_four_go_on_from(
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_or_four(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     model = str(tiny_model_dir)
@@ -174,7 +174,9 @@ def test_what_two_have_kept_one_two_and_four_go_on_from(
     assert_same(weights_of(one), unbroken, atol=1e-5)
 
 
-def test_what_one_has_kept_three_go_on_from(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_process_is_resumed_by_three(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """Shares of different sizes."""
     policy = Policy.load(tiny_model_dir, CONFIG)
     policy.train(random_rows(0, dtype=torch.float32), 60)
@@ -194,13 +196,13 @@ def test_buckets_may_be_left_and_hold_the_weights_of_all(tiny_model_dir: Path) -
     assert_same(found, expected, atol=1e-5)
 
 
-def test_a_process_that_is_gone_is_told_of() -> None:
+def test_a_process_that_is_gone_is_named_in_the_error_of_the_others() -> None:
     ((said, told),) = together(2, one_killed, dying=(1,))
     assert "is gone" in said
     assert "is gone" in told
 
 
-def test_a_process_that_hangs_is_told_of_everywhere() -> None:
+def test_a_process_that_hangs_is_reported_by_every_process() -> None:
     for said in together(3, silent, stopped=(1,)):
         assert "is gone" in said
 

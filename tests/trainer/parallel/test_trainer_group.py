@@ -33,7 +33,7 @@ def started(rank: int, size: int, here: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(here)}
 
 
-def test_what_torchrun_says_decides() -> None:
+def test_torchruns_variables_decide_who_leads_and_who_follows() -> None:
     assert (started_together({}), follows({})) == (1, False)
     assert (started_together(started(0, 4, 2)), follows(started(0, 4, 2))) == (4, False)
     assert follows(started(1, 4, 2)) and not follows(started(0, 1, 1))
@@ -74,7 +74,7 @@ def test_one_process_is_started_as_ever_and_more_by_one_that_watches_them(tmp_pa
     ]
 
 
-def test_what_one_of_them_ends_with_all_end_with(tmp_path: Path) -> None:
+def test_a_wrong_setting_ends_the_group_with_the_exit_code_of_its_process(tmp_path: Path) -> None:
     """A wrong setting is code 2, whoever finds it: the launcher does not try that again."""
     settings = tmp_path / "wrong.yaml"
     settings.write_text("train: {steps: many}\n")
@@ -92,7 +92,7 @@ def test_the_loopback_is_an_interface_and_what_no_machine_has_is_none() -> None:
     assert interface_of("::1") is None
 
 
-def test_settings_reach_the_policy() -> None:
+def test_settings_of_precision_and_memory_reach_the_policy() -> None:
     plain = policy_config(TrainConfig(device="cpu"))
     assert (plain.dtype, plain.offload, plain.gradient_checkpointing) == (None, False, False)
     more: dict[str, Any] = {"offload_optimizer": True, "gradient_checkpointing": True}

@@ -93,7 +93,7 @@ async def test_an_engine_that_dies_leaves_and_comes_back(
 
 @pytest.mark.parametrize("way", ["distributed", "tensor"])
 @pytest.mark.service
-async def test_one_that_refuses_keeps_its_weights_and_nobody(
+async def test_engines_that_refuse_weights_keep_theirs_and_resume(
     way: str, processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """Weights that are not the model's: refused by all, who go on with what they had."""
@@ -113,7 +113,7 @@ async def test_one_that_refuses_keeps_its_weights_and_nobody(
 
 
 @pytest.mark.service
-async def test_one_that_never_comes_back(
+async def test_an_engine_that_never_comes_back_fails_only_its_own_update(
     processes: list[EngineProcess],
     tiny_model_dir: Path,
     tmp_path: Path,
@@ -132,7 +132,7 @@ async def test_one_that_never_comes_back(
 
 
 @pytest.mark.service
-async def test_a_trainer_killed_amid_a_bucket(
+async def test_engines_keep_whole_weights_when_the_trainer_dies_amid_a_bucket(
     processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """The engines go on with the weights that they had, whole; the next trainer's reach them."""

@@ -162,7 +162,7 @@ TRIED = ["pause", "resume"]
         ([400], 0, TRIED),
     ],
 )
-async def test_every_rank_gets_them_that_does_not_refuse(
+async def test_weights_reach_every_rank_that_does_not_refuse(
     engines: tuple[Engine, Engine], answers: list[int], fails: int, events: list[str]
 ) -> None:
     engines[1].answers = list(answers)
@@ -177,7 +177,7 @@ async def test_every_rank_gets_them_that_does_not_refuse(
     assert engines[0].loaded == [told]
 
 
-async def test_updates_share_one_tls_context(
+async def test_all_weight_updates_share_one_tls_context(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a megabyte outside Python's heap, and freed only when a cycle of objects is found."""
@@ -199,7 +199,7 @@ async def test_updates_share_one_tls_context(
     assert made == []
 
 
-async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) -> None:
+async def test_a_rank_that_is_away_delays_no_other_rank(engines: tuple[Engine, Engine]) -> None:
     zero, one = engines
     fleet = Fleet(zero, one)
     here, away = fleet.clients.values()
@@ -233,7 +233,7 @@ async def test_a_rank_that_never_takes_its_weights_ends_the_update(
 
 
 @pytest.mark.parametrize("answers", [[400, 200], [400, 400, 200]], ids=["once", "twice"])
-async def test_one_that_is_at_the_last_step_of_what_was_paused(
+async def test_an_engine_that_loaded_but_did_not_flush_is_flushed_and_named(
     engines: tuple[Engine, Engine], answers: list[int]
 ) -> None:
     """SGLang then has the weights, but neither forgets what is cached nor tells the version."""
@@ -267,7 +267,9 @@ async def test_a_rank_that_joins_or_is_drained_is_not_waited_for(
     assert fleet.clients[0].events == WHOLE * 3 and fleet.clients[1].events == seen
 
 
-async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]) -> None:
+async def test_a_repair_updates_only_the_ranks_without_the_version(
+    engines: tuple[Engine, Engine],
+) -> None:
     fleet = Fleet(*engines)
     engines[0].loaded = [{"weight_version": "7"}]
     async with engines[0].serve(), engines[1].serve():

@@ -133,7 +133,7 @@ async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None
     ],
     ids=str,
 )
-async def test_garbage_of_an_engine_is_worth_another_try(
+async def test_an_unreadable_answer_of_an_engine_counts_as_unavailable(
     path: str, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(*_: Any, **__: Any) -> dict[str, Any]:
@@ -197,7 +197,9 @@ def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone(
     assert engine.posts == []
 
 
-def test_its_own_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_closes_its_session_on_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Told(embedded=True)
     with fails_with(EngineUnavailable, "cannot be read"):
         attempt(monkeypatch, engine, Proxy()).run([0])
@@ -205,7 +207,7 @@ def test_its_own_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("it has no /begin_weight_update"), TrainingError("no")])
-def test_what_an_engine_cannot_do_is_its_last_word(
+def test_an_engine_that_cannot_take_an_update_refuses_it_for_good(
     error: AnyAgentError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Told(embedded=True)

@@ -49,7 +49,7 @@ def test_the_way_of_weights_follows_who_shares_the_gpu(
         ("some", "distributed", True),
     ],
 )
-def test_ways_that_cannot_be_gone(
+def test_a_way_of_weights_that_shared_gpus_rule_out_is_refused(
     sharing: str, wanted: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SHARED_GPUS, sharing)
