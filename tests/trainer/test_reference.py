@@ -179,7 +179,7 @@ def test_a_newly_chosen_reference_is_used_for_later_steps_only(
     """A step is repeated with its own; what was chosen since is in its place afterwards."""
     first = killed_after(1, with_reference, "train.checkpoint_every=9")
     chosen = save_tiny_model(tmp_path / "chosen", seed=4)
-    base = [setting for setting in with_reference if "reference" not in setting]
+    base = [each for each in with_reference if not each.startswith("train.reference_model")]
     for more in (("train.kl_coef=0",), (f"train.reference_model={chosen}",)):
         again = Lab(config_of(base, "train.steps=3", *more), [], before=first)
         again.trainer.load()
