@@ -41,7 +41,7 @@ async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab)
     assert len(lab.ranks[0].received) == 1
 
 
-async def test_it_says_that_it_stops(lab: Lab) -> None:
+async def test_a_draining_router_says_that_it_stops(lab: Lab) -> None:
     def state() -> str | None:
         registry = Registry(lab.registry)
         registry.refresh()
@@ -53,7 +53,7 @@ async def test_it_says_that_it_stops(lab: Lab) -> None:
     await until(lambda: state() == "stopping")
 
 
-async def test_an_answer_that_never_ends_is_awaited_for_so_long(lab: Lab) -> None:
+async def test_an_answer_that_never_ends_is_awaited_only_until_the_deadline(lab: Lab) -> None:
     lab.ranks[0].handler = never
     wire = await lab.connect()
     await wire.send(POST)
