@@ -16,7 +16,7 @@ from tests.e2e.learning.seeds import GAIN
 TASK, SEED = "tool_use", 0
 
 
-def test_the_reward_rises(tmp_path: Path, record_property: Any) -> None:
+def test_the_reward_rises_in_training(tmp_path: Path, record_property: Any) -> None:
     prepare(tmp_path, TASK, SEED)
     figures = train(tmp_path, TASK, SEED)
     record_property(
