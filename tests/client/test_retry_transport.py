@@ -87,7 +87,7 @@ async def test_an_error_that_no_waiting_mends_is_returned_at_once() -> None:
         await post(Scripted(lambda: httpx.ReadTimeout("slow"), fine))
 
 
-async def test_other_peoples_servers_are_left_alone() -> None:
+async def test_requests_to_other_servers_are_not_repeated() -> None:
     for headers in ({}, {"Authorization": "Bearer sk-proj-1"}):
         script = Scripted(full, fine)
         assert (await post(script, headers)).status_code == 429
@@ -106,7 +106,7 @@ async def test_the_patience_of_the_transport_ends(monkeypatch: pytest.MonkeyPatc
         await post(Scripted(lambda: httpx.ConnectError("no")), patience=0.15)
 
 
-async def test_who_is_cancelled_stops_waiting() -> None:
+async def test_a_cancelled_request_stops_waiting() -> None:
     task = asyncio.create_task(post(Scripted(lambda: full("10"))))
     done, _ = await asyncio.wait([task], timeout=0.05)
     assert not done

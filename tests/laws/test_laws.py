@@ -72,7 +72,9 @@ def results(answer: Message) -> list[Message]:
 
 
 @STREAM
-async def test_turns_continue_exactly(lab: Lab, api: Api, stream: bool) -> None:
+async def test_each_turn_continues_its_conversation_exactly(
+    lab: Lab, api: Api, stream: bool
+) -> None:
     talk, messages = await lab.open(), list(ASK)
     for turn in range(3):
         said = lab.fam.say(f"It is {turn}, né? 🙂", **thought(lab))

@@ -62,7 +62,7 @@ async def test_an_answer_that_never_ends_is_awaited_only_until_the_deadline(lab:
     assert lab.router.stats.running == 1
 
 
-async def test_who_waits_for_a_rank_waits_no_longer(lab: Lab) -> None:
+async def test_a_drain_ends_the_wait_of_requests_for_a_rank(lab: Lab) -> None:
     await lab.ranks[0].kill()
     call = asyncio.create_task(lab.post("/v1/chat/completions", {}, lab.key(0)))
     await until(lambda: lab.router.ranks.waiting)

@@ -188,7 +188,7 @@ async def test_requests_under_way_are_bounded(
     assert (lab.router.limits.requests, lab.router.limits.held) == (0, {})
 
 
-async def test_who_leaves_waits_no_more(lab: Lab) -> None:
+async def test_a_client_that_leaves_waits_no_more(lab: Lab) -> None:
     await lab.ranks[0].kill()
     wire = await (await lab.connect()).send(POST)
     await until(lambda: lab.router.ranks.waiting == 1, "the request waits")

@@ -62,7 +62,7 @@ def test_datasets_of_all_kinds_give_the_same_items(tmp_path: Path) -> None:
     assert [items_of(range(3))[k] for k in range(3)] == [0, 1, 2]
 
 
-def test_the_fingerprint_tells_datasets_apart() -> None:
+def test_the_fingerprint_of_a_dataset_tells_it_from_others() -> None:
     of = [
         fingerprint(items_of(rows))
         for rows in ([{"a": 1}], [{"a": 2}], [{"a": 1}] * 2, [{"a": 1, "b": object()}], ["a"])
