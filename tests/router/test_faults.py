@@ -81,7 +81,7 @@ async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> No
         ("/rl/v1/finalize", "x-stainless-retry-count", "false"),
     ],
 )
-async def test_a_lost_request_that_takes_effect_once_may_be_sent_again(
+async def test_a_lost_reply_says_whether_the_client_may_ask_again(
     lab: Lab, path: str, header: str, again: str
 ) -> None:
     lab.ranks[0].handler = die
