@@ -51,7 +51,7 @@ async def state_of(proxy: Proxy, session: dict[str, Any]) -> tuple[str, str]:
     return info["state"], info["reason"] or ""
 
 
-async def test_a_trainer_that_pauses_for_hours(
+async def test_nothing_is_lost_or_trained_twice_when_a_trainer_pauses_for_hours(
     tmp_path: Path, tiny_model_dir: Path, clocks: Clocks, long: bool, figure: Figure
 ) -> None:
     """Nothing that agents did meanwhile is lost or trained twice, and nobody waits for ever."""

@@ -186,7 +186,7 @@ def page_of(path: Path, name: str) -> int:
     return int(page) - 1
 
 
-async def test_a_damaged_last_page(
+async def test_a_damaged_last_page_costs_few_sessions_and_is_reported_once(
     written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture, figure: Figure
 ) -> None:
     path = written.copy(tmp_path / "damaged")
@@ -218,7 +218,7 @@ async def test_a_damaged_last_page(
     ],
 )
 @pytest.mark.gate
-async def test_a_damaged_middle_page(
+async def test_a_damaged_middle_page_costs_few_sessions_and_no_name(
     written: Written, tmp_path: Path, figure: Figure, of: str, most: int
 ) -> None:
     path = written.copy(tmp_path / "damaged")
@@ -231,7 +231,7 @@ async def test_a_damaged_middle_page(
     figure(f"damaged page of {of}: of {SESSIONS} sessions {dict(seen)}")
 
 
-async def test_any_damaged_page(
+async def test_no_damaged_page_makes_a_journal_serve_anything_wrong(
     written: Written, tmp_path: Path, long: bool, figure: Figure
 ) -> None:
     """Zeros, noise and another page's content, on any page but the first, never serve anything
@@ -251,7 +251,7 @@ async def test_any_damaged_page(
     assert total["whole"] > tries * SESSIONS / 2
 
 
-async def test_damage_that_no_check_finds(
+async def test_damage_that_no_check_finds_is_salvaged_at_the_start_after_it_was_met(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a journal that is too large to be checked whole: once met, the next start salvages."""
@@ -272,7 +272,7 @@ async def test_damage_that_no_check_finds(
     assert len(list((path.parent / "quarantine").iterdir())) == 1
 
 
-async def test_a_flipped_bit_in_a_blob(
+async def test_a_flipped_bit_in_a_blob_is_found_when_the_row_is_read(
     written: Written, tmp_path: Path, figure: Figure, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SQLite sees nothing of it; the row's checksum does, when it is read."""
@@ -291,7 +291,7 @@ async def test_a_flipped_bit_in_a_blob(
 
 @pytest.mark.parametrize("left", [0.9, 0.5, 0.2])
 @pytest.mark.gate
-async def test_a_truncated_file(
+async def test_sessions_in_the_rest_of_a_truncated_journal_are_saved(
     written: Written, tmp_path: Path, figure: Figure, left: float
 ) -> None:
     path = written.copy(tmp_path / "damaged")
@@ -379,7 +379,7 @@ async def test_a_salvage_that_was_killed_goes_on_at_the_next_start(
         assert list((path.parent / "quarantine").rglob("rank-0.sqlite")) != []
 
 
-async def test_no_room_for_what_is_saved(
+async def test_a_salvage_without_room_fails_and_leaves_the_journal_as_it_was(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start says so, and everything is as it was: the next one may have more room."""
@@ -405,7 +405,9 @@ async def test_no_room_for_what_is_saved(
     assert seen["damaged"] > 0
 
 
-async def test_nothing_can_be_read(written: Written, tmp_path: Path) -> None:
+async def test_a_journal_that_cannot_be_read_is_refused_and_left_as_it_is(
+    written: Written, tmp_path: Path
+) -> None:
     path = written.copy(tmp_path / "damaged")
     first_page = os.urandom(PAGE) + path.read_bytes()[PAGE:]
     for content in (b"", b"no database" * 1000, first_page):
@@ -416,7 +418,7 @@ async def test_nothing_can_be_read(written: Written, tmp_path: Path) -> None:
         assert path.read_bytes() == content
 
 
-async def test_damage_found_while_it_runs(
+async def test_damage_found_at_run_time_ends_only_the_sessions_that_have_it(
     tmp_path: Path, tiny_model_dir: Path, figure: Figure
 ) -> None:
     """Only the sessions whose blobs are damaged end; the trainer and the agents go on."""

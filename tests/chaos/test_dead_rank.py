@@ -61,7 +61,7 @@ async def die_and_come_back(cluster: Cluster, service: httpx.AsyncClient, dead: 
     return max(slowest, later)
 
 
-async def test_new_sessions_are_elsewhere_within_ten_seconds(
+async def test_new_sessions_avoid_a_dead_rank_within_ten_seconds(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     deaths = 20 if long else 2

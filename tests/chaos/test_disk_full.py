@@ -125,7 +125,7 @@ async def check_reads(proxy: Proxy, agents: list[Agent]) -> None:
 
 
 @pytest.mark.gate
-async def test_a_disk_that_fills_up(
+async def test_a_rank_keeps_what_it_acknowledged_when_its_disk_fills_up(
     config: Config, disk: Disk, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)

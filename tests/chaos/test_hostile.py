@@ -80,7 +80,7 @@ def part(request: pytest.FixtureRequest, target: Target) -> Part:
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 @pytest.mark.parametrize("path", [CHAT, "/rl/v1/start_session"])
-async def test_a_body_of_a_gigabyte(
+async def test_a_body_of_a_gigabyte_is_refused_without_being_held_in_memory(
     target: Target, part: Part, path: str, framing: str, figure: Figure
 ) -> None:
     _, key = target.open()
@@ -102,7 +102,9 @@ async def test_a_body_of_a_gigabyte(
     assert part.peak - peak < 128
 
 
-async def test_a_body_that_is_a_bomb(target: Target, part: Part, figure: Figure) -> None:
+async def test_a_compressed_body_that_is_a_bomb_is_refused_without_being_unpacked(
+    target: Target, part: Part, figure: Figure
+) -> None:
     """A quarter of a megabyte that becomes 256."""
     _, key = target.open()
     headers = [(b"Content-Encoding", b"gzip")]
@@ -114,7 +116,7 @@ async def test_a_body_that_is_a_bomb(target: Target, part: Part, figure: Figure)
     assert part.peak - peak < 128
 
 
-async def test_a_body_that_never_ends(target: Target, part: Part) -> None:
+async def test_a_body_that_never_ends_is_refused_in_time(target: Target, part: Part) -> None:
     """Some bytes, then nothing: it holds no connection for long."""
     _, key = target.open()
     data = request("POST", "/rl/v1/set_reward", b'{"reward": 1}', key=key)
@@ -126,7 +128,9 @@ async def test_a_body_that_never_ends(target: Target, part: Part) -> None:
     assert time.monotonic() - started < CLIENT_TIMEOUT + 40
 
 
-async def test_heads_that_never_end(target: Target, part: Part, long: bool, figure: Figure) -> None:
+async def test_clients_whose_headers_never_end_are_cut_off(
+    target: Target, part: Part, long: bool, figure: Figure
+) -> None:
     """A crowd that sends its headers a byte at a time, and another one that sends nothing."""
     crowd, seconds = (400, 90.0) if long else (60, 2.0)
     contexts = [connected(part) for _ in range(crowd)]
@@ -148,7 +152,9 @@ async def test_heads_that_never_end(target: Target, part: Part, long: bool, figu
     await _until_closed(part)
 
 
-async def test_a_flood_of_connections(target: Target, long: bool, figure: Figure) -> None:
+async def test_a_flood_of_connections_is_answered_and_leaves_none_open(
+    target: Target, long: bool, figure: Figure
+) -> None:
     crowd = 800 if long else 200
     contexts = [connected(target.router) for _ in range(crowd)]
     wires = await asyncio.gather(*(context.__aenter__() for context in contexts))
@@ -176,7 +182,7 @@ async def _until_closed(part: Part) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_deep_json(target: Target, part: Part) -> None:
+async def test_deeply_nested_json_is_refused(target: Target, part: Part) -> None:
     _, key = target.open()
     for name, body in DEEP.items():
         for path in POSTS:
@@ -186,7 +192,9 @@ async def test_deep_json(target: Target, part: Part) -> None:
             assert reply.error["code"] in ("too_deep", "session_not_found"), (path, reply.error)
 
 
-async def test_numbers_that_are_none(target: Target, part: Part) -> None:
+async def test_values_that_are_no_numbers_are_refused_where_a_number_belongs(
+    target: Target, part: Part
+) -> None:
     session, key = target.open()
     chat = request("POST", CHAT, b'{"messages":[{"role":"user","content":"x"}]}', key=key)
     assert (await exchange(target.router, chat)).status == 200
@@ -207,7 +215,7 @@ async def test_numbers_that_are_none(target: Target, part: Part) -> None:
 # -- names and paths -----------------------------------------------------------------------------
 
 
-async def test_names_in_bodies(target: Target, part: Part) -> None:
+async def test_hostile_names_in_bodies_do_no_harm(target: Target, part: Part) -> None:
     for name in NAMES:
         places: list[tuple[str, str, dict[str, object]]] = [
             ("/rl/v1/start_session", "task_id", {"mode": "eval"}),
@@ -228,7 +236,7 @@ async def test_names_in_bodies(target: Target, part: Part) -> None:
             assert b"root:" not in reply.body
 
 
-async def test_names_in_paths_and_headers(target: Target, part: Part) -> None:
+async def test_hostile_names_in_paths_and_headers_do_no_harm(target: Target, part: Part) -> None:
     for name in NAMES:
         raw = name.encode("utf-8", "surrogatepass")[:20_000]
         encoded = quote(raw, safe="").encode()
@@ -302,7 +310,7 @@ def _forged(key: str) -> list[str]:
     ]
 
 
-async def test_forged_keys(target: Target, part: Part) -> None:
+async def test_forged_keys_open_no_route(target: Target, part: Part) -> None:
     session, key = target.open()
     mac = key.rpartition(".")[2].encode()
     for text in _forged(key):
@@ -325,7 +333,9 @@ async def test_forged_keys(target: Target, part: Part) -> None:
     assert target.admin.get(f"/rl/v1/sessions/{session}").json()["state"] == "open"
 
 
-async def test_smuggled_requests(target: Target, part: Part) -> None:
+async def test_a_request_hidden_behind_an_ambiguous_framing_is_never_served(
+    target: Target, part: Part
+) -> None:
     """Behind a framing that two readers may read differently hides another request."""
     body = b"0\r\n\r\n" + HIDDEN % ADMIN_KEY.encode()
     for name, lines in SMUGGLED.items():
@@ -340,13 +350,15 @@ async def test_smuggled_requests(target: Target, part: Part) -> None:
         assert b"session_id" not in rest, name
 
 
-async def test_ten_thousand_headers(part: Part) -> None:
+async def test_a_request_with_ten_thousand_headers_is_refused(part: Part) -> None:
     headers = [(b"X-%d" % k, b"v" * 16) for k in range(10_000)]
     reply = await exchange(part, request("GET", "/rl/v1/run", headers=headers))
     assert reply.refused()
 
 
-async def test_a_head_of_a_gigabyte(part: Part, figure: Figure) -> None:
+async def test_a_gigabyte_of_headers_is_refused_without_being_held_in_memory(
+    part: Part, figure: Figure
+) -> None:
     peak = part.peak
     async with connected(part) as wire:
         await wire.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
@@ -358,7 +370,7 @@ async def test_a_head_of_a_gigabyte(part: Part, figure: Figure) -> None:
     assert part.peak - peak < 64
 
 
-async def test_what_is_no_request_of_ours(target: Target, part: Part) -> None:
+async def test_bytes_of_other_protocols_are_refused(target: Target, part: Part) -> None:
     for name, data in ALIEN.items():
         async with connected(part) as wire:
             await wire.send(data)

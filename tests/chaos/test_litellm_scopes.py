@@ -83,7 +83,7 @@ def refusal(kind: str, rule: scopes.RouteRule) -> tuple[int, str] | None:
     return None if scope in rule.scopes else (403, "forbidden")
 
 
-async def test_every_route_of_litellm_with_every_kind_of_key(
+async def test_every_route_of_litellm_lets_in_only_the_right_kinds_of_keys(
     tmp_path: Path,
     tiny_model_dir: Path,
     figure: Figure,

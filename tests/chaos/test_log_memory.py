@@ -60,7 +60,7 @@ class Watch:
 
 
 @pytest.mark.timeout(1800)
-async def test_an_hour_of_load(
+async def test_redis_memory_stays_bounded_over_an_hour_of_load(
     tmp_path: Path, long: bool, figure: Figure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An hour's calls of a rank (50 a second), as fast as they can be written.

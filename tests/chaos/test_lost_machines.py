@@ -96,7 +96,7 @@ AWAY, FULL = (503, "store_unavailable"), (507, "store_full")
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("victim", ["machine", "redis"])
-def test_what_was_said_outlives_it(
+def test_what_was_acknowledged_outlives_a_lost_machine_or_a_failing_redis(
     victim: str, tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     kills, agents = (50, 32) if long else (4, 16)
@@ -110,7 +110,7 @@ def test_what_was_said_outlives_it(
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("how", "seconds"), [("cut off", 30), ("stopped", 60), ("full", 30)])
-def test_an_outage_heals(
+def test_a_rank_goes_on_after_its_redis_was_out_of_reach(
     how: str, seconds: float, tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     if how == "stopped" and not long:
@@ -170,7 +170,7 @@ def check(
 
 
 @pytest.mark.timeout(1800)
-def test_many_open_sessions_are_taken_over(
+def test_many_open_sessions_are_taken_over_by_another_machine(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     """With the default lease, which its new machine waits for."""

@@ -285,7 +285,7 @@ async def measure(parts: Parts, long: bool, figure: Figure) -> None:
     assert max(grown.values()) <= GROWTH, grown
 
 
-def test_ten_times_the_capacity(
+def test_the_service_holds_its_bounds_at_ten_times_its_capacity(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     with service(tmp_path, tiny_model_dir) as parts:

@@ -50,7 +50,9 @@ class Claimant:
 
 
 @pytest.mark.timeout(1800)
-def test_at_most_one_is_acknowledged(tmp_path: Path, long: bool, figure: Figure) -> None:
+def test_only_one_of_two_processes_of_a_rank_has_its_writes_acknowledged(
+    tmp_path: Path, long: bool, figure: Figure
+) -> None:
     wanted = 10_000 if long else 300
     rng = random.Random(0)
     with RedisServer(tmp_path / "redis") as server, ExitStack() as stack:

@@ -147,7 +147,7 @@ SEEN: Counter[int] = Counter()
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=" ".join)
-def test_it_is_as_it_says(
+def test_every_route_answers_as_its_schema_says(
     route: tuple[str, str], service: Service, long: bool, figure: Figure
 ) -> None:
     method, path = route
@@ -272,7 +272,7 @@ def test_unknown_fields_are_refused(service: Service) -> None:
     assert refused > 15
 
 
-def test_zz_in_all(figure: Figure, long: bool) -> None:
+def test_zz_no_case_of_any_route_was_answered_with_a_5xx(figure: Figure, long: bool) -> None:
     """No 5xx; the store was not made to fail here, so none may be explained by it."""
     total = sum(SEEN.values())
     figure(f"{total} cases over {len(ROUTES)} routes: {dict(sorted(SEEN.items()))}")

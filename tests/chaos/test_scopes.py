@@ -358,7 +358,7 @@ async def all_of(tasks: Iterable[Any]) -> list[str]:
 # -- the proof -------------------------------------------------------------------------------------
 
 
-async def test_every_route_with_every_kind_of_key(
+async def test_every_route_lets_in_only_the_kinds_of_keys_that_its_rule_names(
     tmp_path: Path, tiny_model_dir: Path, figure: Figure, long: bool
 ) -> None:
     routes = our_routes()

@@ -39,7 +39,7 @@ def uninterrupted(
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_killed_fifty_times(
+def test_a_trainer_killed_fifty_times_ends_with_the_weights_of_an_unbroken_run(
     uninterrupted: Saved,
     tmp_path: Path,
     tiny_model_dir: Path,

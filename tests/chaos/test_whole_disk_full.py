@@ -150,7 +150,9 @@ class FullDisk(Chaos):
                 await asyncio.sleep(interval)
 
 
-def test_nothing_dies_and_training_goes_on(tmp_path: Path, long: bool, figure: Figure) -> None:
+def test_no_part_dies_and_training_goes_on_when_the_whole_disk_was_full(
+    tmp_path: Path, long: bool, figure: Figure
+) -> None:
     admin_key = secrets.token_hex(24)
     with small_disk(tmp_path / "disk", DISK) as disk:
         config = chaos_config(tmp_path / "disk" / "runs", 0, admin_key)

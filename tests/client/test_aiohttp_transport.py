@@ -100,7 +100,7 @@ async def ask(
     return await http.request(method, url, content=content, headers={"a": "b"}, timeout=5.0)
 
 
-async def test_one_connection_for_one_request_after_another(
+async def test_requests_one_after_another_use_one_connection(
     saying: Saying, http: AiohttpTransport
 ) -> None:
     server = await saying(OK)
@@ -163,7 +163,7 @@ async def test_connections_that_the_server_ends_are_not_used_again(
             await ask(http, server.url)
 
 
-async def test_what_is_no_answer_is_an_error_and_not_asked_for_again(
+async def test_bytes_that_are_no_answer_are_an_error_and_not_asked_for_again(
     saying: Saying, http: AiohttpTransport
 ) -> None:
     for said in (
@@ -183,7 +183,7 @@ async def test_what_is_no_answer_is_an_error_and_not_asked_for_again(
         assert server.connections == 2, said
 
 
-async def test_what_is_no_url_or_header_is_refused(saying: Saying, http: AiohttpTransport) -> None:
+async def test_a_malformed_url_or_header_is_refused(saying: Saying, http: AiohttpTransport) -> None:
     for url in ("", "ftp://x", "http://", "http://h:port", "http:///x"):
         with pytest.raises((httpx.UnsupportedProtocol, httpx.InvalidURL)):
             await ask(http, url)
@@ -273,7 +273,7 @@ async def server() -> AsyncIterator[Counting]:
     await runner.cleanup()
 
 
-async def test_requests_wait_for_nobody(server: Counting) -> None:
+async def test_requests_do_not_wait_for_each_other(server: Counting) -> None:
     server.together = 150
     async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
         urls = [f"{server.url}/{k}" for k in range(server.together)]

@@ -71,7 +71,7 @@ async def test_a_reply_that_was_lost_is_asked_for_again() -> None:
     assert [r.headers["x-stainless-retry-count"] for r in script.seen] == ["1", "2", "3"]
 
 
-async def test_what_no_waiting_mends_is_the_answer() -> None:
+async def test_an_error_that_no_waiting_mends_is_returned_at_once() -> None:
     for answer in (
         httpx.Response(400),
         httpx.Response(410),
@@ -87,7 +87,7 @@ async def test_what_no_waiting_mends_is_the_answer() -> None:
         await post(Scripted(lambda: httpx.ReadTimeout("slow"), fine))
 
 
-async def test_other_peoples_servers_are_left_alone() -> None:
+async def test_requests_to_other_servers_are_not_repeated() -> None:
     for headers in ({}, {"Authorization": "Bearer sk-proj-1"}):
         script = Scripted(full, fine)
         assert (await post(script, headers)).status_code == 429
@@ -95,7 +95,7 @@ async def test_other_peoples_servers_are_left_alone() -> None:
         await post(Scripted(lambda: httpx.ConnectError("no")), {})
 
 
-async def test_its_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_patience_of_the_transport_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(seconds: float) -> None:
         raise AssertionError(f"it waits {seconds:g} s: a wait that is too long is not begun")
 
@@ -106,7 +106,7 @@ async def test_its_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         await post(Scripted(lambda: httpx.ConnectError("no")), patience=0.15)
 
 
-async def test_who_is_cancelled_stops_waiting() -> None:
+async def test_a_cancelled_request_stops_waiting() -> None:
     task = asyncio.create_task(post(Scripted(lambda: full("10"))))
     done, _ = await asyncio.wait([task], timeout=0.05)
     assert not done
@@ -127,12 +127,12 @@ async def test_an_agent_cannot_close_what_others_use() -> None:
     assert client.is_closed
 
 
-def test_it_spreads_within_its_bounds() -> None:
+def test_waits_between_attempts_are_spread_within_their_bounds() -> None:
     waits = {jittered(2.0, 0.5, 1.5) for _ in range(100)}
     assert len(waits) > 50 and all(1.0 <= wait <= 3.0 for wait in waits)
 
 
-def test_the_global_generator_is_left_alone() -> None:
+def test_the_global_random_generator_is_left_alone() -> None:
     """It is in checkpoints: a refused request must not change what a resumed run draws."""
     before = random.getstate()
     jittered(1.0)

@@ -168,7 +168,7 @@ LOST = {
 
 @pytest.mark.parametrize("call", ONCE.values(), ids=ONCE)
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
-async def test_what_may_have_happened_is_repeated_under_the_same_key(
+async def test_a_request_that_may_have_taken_effect_is_repeated_under_the_same_key(
     call: Callable[[RLClient], object], lost: Answer
 ) -> None:
     client, seen = client_with(lost, lost, full())

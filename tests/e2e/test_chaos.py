@@ -87,7 +87,7 @@ def ledger() -> Iterator[Ledger]:
     yield ledger
 
 
-def test_what_was_told_is_looked_for(ledger: Ledger) -> None:
+def test_the_audit_finds_what_was_acknowledged_and_lost(ledger: Ledger) -> None:
     kept = interaction("c1", "7", reward=1.0)
     for state in ("finalized", "leased", "trained", "rejected"):
         found = audit.lost(ledger, record(SessionState(state), kept))
@@ -103,14 +103,14 @@ def test_what_was_told_is_looked_for(ledger: Ledger) -> None:
         assert len(audit.lost(ledger, record(trained, worse)).rewards) == 1
 
 
-def test_what_was_not_acknowledged_promises_nothing(ledger: Ledger) -> None:
+def test_the_audit_expects_nothing_that_was_not_acknowledged(ledger: Ledger) -> None:
     told = ledger.sessions[0]
     told.finalized, told.rewards = False, {}
     kept = interaction("c1", "7")
     assert audit.lost(ledger, record(SessionState.EXPIRED, kept)) == audit.Lost([], [], [], [])
 
 
-def test_an_answer_that_nobody_got_is_seen(ledger: Ledger) -> None:
+def test_the_audit_sees_a_trained_answer_that_nobody_got(ledger: Ledger) -> None:
     both = interaction("c1", "7"), interaction("c2", "8")
     assert audit.unseen(ledger, record(SessionState.TRAINED, *both)) == ["c2"]
     kept = both[0], replace(both[1], output_message={"role": "assistant", "content": "9"})
@@ -130,7 +130,7 @@ def chain(consumed: dict[int, tuple[str, ...]], *manifests: Manifest) -> History
     return History(consumed, {m.step: m for m in manifests})
 
 
-def test_a_chain_of_steps_is_one_history() -> None:
+def test_the_audit_accepts_a_chain_of_steps_as_one_history() -> None:
     whole = chain({1: ("a",), 3: ("a", "b", "c")}, step(2, "b"), step(3, "c"), step(4, "d"))
     assert whole.trained() == ["a", "b", "c", "d"]
     assert history.trained_twice(whole) == []
@@ -139,13 +139,13 @@ def test_a_chain_of_steps_is_one_history() -> None:
     assert history.effects_against_states(whole, states, {}) == ([], [])
 
 
-def test_two_effects_of_a_session_are_seen() -> None:
+def test_the_audit_sees_two_effects_of_a_session() -> None:
     assert history.trained_twice(chain({}, step(1, "a"), step(2, "b", "a"))) == ["a"]
     assert history.trained_twice(chain({1: ("a",)}, step(2, "a"))) == ["a"]
     assert history.trained_twice(chain({1: ("a", "a")})) == ["a"]
 
 
-def test_steps_that_do_not_fit_together_are_seen() -> None:
+def test_the_audit_sees_steps_that_do_not_fit_together() -> None:
     assert len(history.contradictions(chain({1: ("a",), 2: ("a", "b")}, step(2, "c")))) == 1
     assert len(history.contradictions(chain({1: ("a",), 2: ("b",)}, step(2, "b")))) == 1
     assert len(history.contradictions(chain({1: ("a",)}, step(3, "b")))) == 1
@@ -159,7 +159,7 @@ def test_steps_that_do_not_fit_together_are_seen() -> None:
     assert history.given_up(before, chain({2: ("a", "x")}, step(3, "c"))) == [2]
 
 
-def test_checkpoints_forget_the_oldest_sessions() -> None:
+def test_the_audit_allows_checkpoints_to_forget_the_oldest_sessions() -> None:
     bounded = chain({3: ("b", "c"), 4: ("c", "d")}, step(4, "d"))
     forgetful = replace(bounded, forgotten=2)
     assert (len(history.contradictions(bounded)), history.contradictions(forgetful)) == (1, [])
@@ -171,7 +171,7 @@ def test_checkpoints_forget_the_oldest_sessions() -> None:
     assert history.effects_against_states(forgetful, lost, steps | {"x": 4}) == (["x"], [])
 
 
-def test_a_folders_history_is_read(tmp_path: Path) -> None:
+def test_the_audit_reads_the_history_of_a_folder(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     assert (history.last_step(run), history.unsaved(run)) == (0, [])
@@ -203,7 +203,7 @@ any_agent_sessions{rank="0",state="open"} 1.0
 """
 
 
-def test_counters_balance_or_not() -> None:
+def test_the_audit_sees_counters_that_do_not_balance() -> None:
     counted = audit.counters_of(METRICS)
     assert counted == Counters(3, {"trained": 2, "open": 1})
     rows = dict.fromkeys((f"ses-0-{k:016x}" for k in range(3)), record(SessionState.OPEN)[SESSION])
@@ -213,7 +213,7 @@ def test_counters_balance_or_not() -> None:
     assert len(audit.unbalanced([counted], {}, 1)) == 1
 
 
-def test_keys_in_logs_are_seen(tmp_path: Path) -> None:
+def test_the_audit_sees_keys_in_logs(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     (run.logs / "router.log").write_text("sk-v1.<redacted> and sk-v1.0.\n")

@@ -14,7 +14,7 @@ from any_agent.rundir.layout import RunDir
 from tests.support.e2e.serving import run_cli
 
 
-def test_help_version_and_no_command(tmp_path: Path) -> None:
+def test_help_and_version_are_printed_and_a_missing_command_is_an_error(tmp_path: Path) -> None:
     assert run_cli("--version", cwd=tmp_path).stdout == "any-agent 0.1.0\n"
     for command in ("serve", "keys", "ranks"):
         told = run_cli(command, "--help", cwd=tmp_path)
@@ -72,7 +72,7 @@ def busy_port() -> Iterator[int]:
         yield int(other.getsockname()[1])
 
 
-def test_a_start_that_cannot_be_says_why(
+def test_a_start_that_is_impossible_says_why(
     busy_port: int, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     model = ("--model", str(tiny_model_dir))

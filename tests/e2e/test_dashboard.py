@@ -179,7 +179,9 @@ def browser(run: Run) -> Iterator[Browser]:
         chromium.close()
 
 
-def test_overview(run: Run, browser: Browser) -> None:
+def test_the_overview_shows_the_figures_of_the_api_and_renews_itself(
+    run: Run, browser: Browser
+) -> None:
     browser.open("")
     page = browser.page
     version = run.api("/rl/v1/run")["version"]
@@ -200,7 +202,7 @@ def test_overview(run: Run, browser: Browser) -> None:
     browser.check()
 
 
-def test_training(run: Run, browser: Browser) -> None:
+def test_the_training_page_shows_the_steps_of_the_metrics_file(run: Run, browser: Browser) -> None:
     browser.open("/training")
     page = browser.page
     lines = [json.loads(line) for line in run.node.dir.metrics.read_text().splitlines()]
@@ -217,7 +219,7 @@ def test_training(run: Run, browser: Browser) -> None:
     browser.check()
 
 
-def test_sessions(run: Run, browser: Browser) -> None:
+def test_the_list_of_sessions_is_paged_and_filtered(run: Run, browser: Browser) -> None:
     browser.open("/sessions")
     page = browser.page
     expected = [each["session_id"] for each in run.api("/rl/v1/sessions?limit=50")]
@@ -238,7 +240,9 @@ def test_sessions(run: Run, browser: Browser) -> None:
     browser.check()
 
 
-def test_trajectory(run: Run, browser: Browser) -> None:
+def test_the_trajectory_shows_every_call_and_keeps_markup_as_text(
+    run: Run, browser: Browser
+) -> None:
     browser.open(f"/sessions/{run.planted}")
     page = browser.page
     calls = run.api(f"/rl/v1/sessions/{run.planted}/interactions")["interactions"]
@@ -273,7 +277,7 @@ def test_trajectory(run: Run, browser: Browser) -> None:
     assert page.locator("#call-1 .tokens").is_hidden()
 
 
-def test_every_page_is_well_in_a_browser(run: Run, browser: Browser) -> None:
+def test_every_page_loads_in_a_browser_without_an_error(run: Run, browser: Browser) -> None:
     other = run.node.dir.path.parent / "other"
     other.mkdir()
     (other / "metrics.jsonl").write_text('{"step": 2, "reward": 0.125}\n')
@@ -303,7 +307,7 @@ def test_every_part_is_reached_by_the_keyboard(browser: Browser) -> None:
     assert {"Overview", "Training", "Sessions", "Log out"} <= set(seen)
 
 
-def test_logging_out(run: Run, browser: Browser) -> None:
+def test_logging_out_closes_the_dashboard(run: Run, browser: Browser) -> None:
     browser.open("/sessions")
     browser.page.click("text=Log out")
     browser.page.wait_for_url(re.compile("/ui/login$"))

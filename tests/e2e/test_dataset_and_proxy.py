@@ -154,7 +154,7 @@ def batches(out: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(out / f"step-{step}.safetensors") for step in range(1, STEPS + 1)]
 
 
-def test_the_batches_are_equal_token_for_token(
+def test_batches_of_a_dataset_and_of_the_proxy_are_equal_token_for_token(
     proxy_fed: tuple[Config, Path], dataset_fed: tuple[Config, Path]
 ) -> None:
     """Ids, masks, log-probabilities, versions, rewards, advantages, in the same order."""
@@ -168,7 +168,7 @@ def test_the_batches_are_equal_token_for_token(
     assert all(batch[name].any() for batch in ours for name in batch if "advantages" in name)
 
 
-def test_the_weights_are_equal_bit_for_bit(
+def test_weights_trained_by_dataset_and_by_proxy_are_equal_bit_for_bit(
     proxy_fed: tuple[Config, Path], dataset_fed: tuple[Config, Path]
 ) -> None:
     ours, theirs = trial_dir(proxy_fed[0]).weights, trial_dir(dataset_fed[0]).weights

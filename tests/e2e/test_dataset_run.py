@@ -112,7 +112,9 @@ LONG = ((1, *KILLED), (3, *INTERRUPTED), (4, *KILLED), (5, *TERMINATED))
 
 
 @pytest.mark.gate
-def test_killed_once_it_goes_on_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_dataset_run_that_is_killed_goes_on_bit_for_bit(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     few = (f"train.steps={FEW_STEPS}", "train.checkpoint_every=1")
     # The two share nothing, and each waits for its processes to start.
     whole = Script(tmp_path / "whole", tiny_model_dir, *few)
@@ -128,7 +130,7 @@ def test_killed_once_it_goes_on_bit_for_bit(tmp_path: Path, tiny_model_dir: Path
     assert_same(saved(again.run, FEW_STEPS), expected, sessions=False)
 
 
-def test_ended_in_every_way(
+def test_a_dataset_run_ended_in_any_way_goes_on_as_if_unbroken(
     tmp_path: Path, tiny_model_dir: Path, request: pytest.FixtureRequest
 ) -> None:
     whole = Script(tmp_path / "whole", tiny_model_dir)

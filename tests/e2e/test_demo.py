@@ -57,7 +57,9 @@ def test_one_step_trains_on_what_agents_did(tmp_path: Path) -> None:
     ]
 
 
-def test_the_figures_are_those_of_the_run(demo: tuple[dict[str, Any], str]) -> None:
+def test_the_figures_that_the_demo_prints_are_those_of_the_run(
+    demo: tuple[dict[str, Any], str],
+) -> None:
     figures, output = demo
     assert (figures["seed"], figures["steps"], figures["ranks"]) == (0, STEPS, 2)
     assert not figures["permuted_rewards"]
@@ -95,7 +97,9 @@ def test_the_figures_are_those_of_the_run(demo: tuple[dict[str, Any], str]) -> N
     assert f"kept      {figures['checkpoint']}\n" in output
 
 
-def test_its_checkpoint_answers_in_this_process(demo: tuple[dict[str, Any], str]) -> None:
+def test_the_checkpoint_of_the_demo_answers_in_this_process(
+    demo: tuple[dict[str, Any], str],
+) -> None:
     run = Path(demo[0]["run"])
     root, user = run.parents[2], run.parents[1].name
     with load_engine("demo", "seed-0", user=user, root=root) as model:
@@ -111,7 +115,9 @@ def typed(output: str, title: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in block.splitlines())
 
 
-def test_the_lines_that_it_ends_with_work(demo: tuple[dict[str, Any], str], folder: Path) -> None:
+def test_the_commands_that_the_demo_ends_with_work(
+    demo: tuple[dict[str, Any], str], folder: Path
+) -> None:
     """Serve it, connect an agent: but for the port, exactly as printed."""
     figures, output = demo
     run = Path(figures["run"])

@@ -31,7 +31,9 @@ class Same:
 """
 
 
-def test_the_version_that_was_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_evaluation_uses_the_version_that_was_asked_for(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     settings = [f"root={tmp_path / 'runs'}", "user=me", "experiment=exp", "trial=one"]
     settings += [f"model.path={tiny_model_dir}", "model.enable_thinking=false"]
     config = load_config(None, [*settings, "server.ranks=1"], environ={})

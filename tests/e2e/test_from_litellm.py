@@ -18,7 +18,9 @@ from tests.support.real_parts import await_url
 PAGE = ROOT / "docs" / "tutorials" / "from-litellm.md"
 
 
-def test_the_five_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_the_five_steps_of_the_page_lead_from_litellm_to_training(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     (tmp_path / "config.yaml").write_text(block("config", [PAGE]))
     port = own_port()
     (tmp_path / "agent.py").write_text(block("agent", [PAGE]).replace(":8000", f":{port}"))

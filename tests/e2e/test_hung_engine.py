@@ -163,7 +163,7 @@ def test_an_engine_of_the_service_that_hangs_is_restarted_and_its_call_goes_on(
     assert len(label) == 1
 
 
-def test_opens_leave_a_stopped_rank_and_a_dead_one(served: tuple[Node, list[str]]) -> None:
+def test_opens_avoid_a_stopped_rank_and_a_dead_one(served: tuple[Node, list[str]]) -> None:
     node, said = served
     lab = Lab(node, said)
 
@@ -233,7 +233,7 @@ async def _answered(url: str) -> float:
         await asyncio.sleep(0.1)
 
 
-def test_a_dead_engine_and_a_stopped_one_of_engine_urls(
+def test_the_service_goes_on_past_a_dead_and_a_stopped_engine_of_engine_urls(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     ports = [own_port() for _ in range(2)]

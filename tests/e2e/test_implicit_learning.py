@@ -55,7 +55,7 @@ def environment(url: str, key: str) -> dict[str, str]:
     return kept | {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
 
 
-def test_the_reward_rises(
+def test_the_reward_rises_with_sessions_that_calls_open(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

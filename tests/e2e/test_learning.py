@@ -16,7 +16,7 @@ from tests.e2e.learning.seeds import GAIN
 TASK, SEED = "tool_use", 0
 
 
-def test_the_reward_rises(tmp_path: Path, record_property: Any) -> None:
+def test_the_reward_rises_in_training(tmp_path: Path, record_property: Any) -> None:
     prepare(tmp_path, TASK, SEED)
     figures = train(tmp_path, TASK, SEED)
     record_property(
@@ -28,7 +28,7 @@ def test_the_reward_rises(tmp_path: Path, record_property: Any) -> None:
     assert figures.gain >= GAIN, figures
 
 
-def test_the_curves_of_both_ways_are_drawn(tmp_path: Path) -> None:
+def test_the_learning_curves_of_both_ways_are_drawn(tmp_path: Path) -> None:
     runs = {"dataset-fed": [[0.1, 0.5], [0.3, 0.7]], "proxy-fed": [[0.2, 0.6]]}
     png = tmp_path / "curves.png"
     picture(runs).savefig(png)

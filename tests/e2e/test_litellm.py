@@ -122,7 +122,7 @@ def exported(config: Config) -> list[ArchiveRecord]:
     return found
 
 
-def test_a_planner_with_a_fallback_and_an_actor_that_trains(
+def test_only_the_actor_is_trained_beside_a_planner_with_a_fallback(
     tmp_path: Path,
     tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,

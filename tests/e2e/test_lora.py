@@ -18,7 +18,7 @@ TOLERANCE = 1e-4
 LORA = {"train.lora.rank": 4, "train.lora.alpha": 16, "train.lr": 1e-2}
 
 
-def test_what_engines_sample_is_what_is_trained(
+def test_engines_sample_with_the_adapter_that_is_trained(
     tmp_path: Path, tiny_model_dir: Path, record_property: Any
 ) -> None:
     small = {"rollout.batch_size": 8, "rollout.eta": 0, "train.steps": 3}

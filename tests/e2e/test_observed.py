@@ -134,7 +134,7 @@ def _send(url: str, text: str) -> None:
         raw.recv(100)
 
 
-def test_every_part_is_in_one_scrape(observed: Observed) -> None:
+def test_metrics_of_every_part_are_in_one_scrape(observed: Observed) -> None:
     up = [
         {s.labels["part"]: s.value for s in scrape if s.name == "any_agent_up"}
         for scrape in observed.scrapes
@@ -167,7 +167,7 @@ def test_counters_of_sessions_balance_at_every_scrape_over_a_kill(observed: Obse
     assert series[-1] > 10
 
 
-def test_training_is_seen(observed: Observed) -> None:
+def test_metrics_show_what_training_did(observed: Observed) -> None:
     last = next(
         s for s in reversed(observed.scrapes) if any(x.name == "any_agent_train_loss" for x in s)
     )

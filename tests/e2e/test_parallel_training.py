@@ -73,7 +73,7 @@ def steps_of(config: Config) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_a_run_of_two_processes_one_of_which_is_killed(
+def test_training_by_two_processes_goes_on_when_one_is_killed(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     config = config_for(tmp_path, tiny_model_dir)

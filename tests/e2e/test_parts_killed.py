@@ -103,7 +103,7 @@ async def one_on_each_rank(client: RLClient) -> list[SessionStarted]:
     return [found[0], found[1]]
 
 
-def test_only_who_computes_holds_torch(node: Node) -> None:
+def test_only_parts_that_compute_load_torch(node: Node) -> None:
     # Of the first seconds: a trainer loads it while the others serve.
     for name in ("engine-0", "engine-1", "rank-0", "rank-1", "router"):
         mapped = {file.path for file in psutil.Process(node.parts[name].pid).memory_maps()}
@@ -141,7 +141,7 @@ def test_a_killed_part_is_back_and_sessions_go_on(node: Node, said: list[str], n
     assert f"{label:<9} ended by SIGKILL; starting it again" in said
 
 
-def test_two_parts_of_one_rank_at_once(node: Node) -> None:
+def test_sessions_go_on_when_the_engine_and_proxy_of_a_rank_are_killed_at_once(node: Node) -> None:
     """The proxy that comes back finds no engine yet."""
 
     async def run() -> None:

@@ -126,7 +126,9 @@ async def scenario(rank: Rank, weights: dict[int, Path]) -> None:
         await asyncio.gather(*agents, return_exceptions=True)
 
 
-def test_a_proxy_killed_in_updates(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_every_logprob_is_right_although_a_proxy_is_killed_in_updates(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     config = live_config(tmp_path / "runs", tiny_model_dir, **{"server.ranks": 1})
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)
     run.create()

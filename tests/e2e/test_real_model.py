@@ -49,7 +49,7 @@ def live(folder: Path, model: Path) -> Config:
     return config
 
 
-def test_it_passes_the_doctor(model: Path) -> None:
+def test_a_real_model_passes_the_doctor(model: Path) -> None:
     done = run_cli("doctor", str(model), "--json", cwd=model.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -57,7 +57,7 @@ def test_it_passes_the_doctor(model: Path) -> None:
     assert sum(verdict["verdict"] == "passed" for verdict in report["verdicts"]) >= 10
 
 
-def test_it_speaks_english(model: Path) -> None:
+def test_a_real_model_is_loaded_well_enough_to_speak_english(model: Path) -> None:
     """Weights in the wrong order, or a tokenizer of other tokens, would not know this."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,7 +89,7 @@ def test_every_logprob_is_that_of_its_tokens_version(live: Config) -> None:
     assert worst < TOLERANCE
 
 
-def test_it_was_trained_and_another_versions_weights_would_be_noticed(live: Config) -> None:
+def test_the_real_model_was_trained_and_other_weights_would_be_noticed(live: Config) -> None:
     checks = recompute(live, calls_of(live, 1), version_shift=-1)
     assert max(check.error for check in checks) > 10 * TOLERANCE
     run = RunDir.of(live.root, live.user, live.experiment, live.trial)

@@ -107,7 +107,9 @@ def uninterrupted(whole: Config) -> Saved:
     return outcome(whole)
 
 
-def test_the_run_is_worth_comparing(uninterrupted: Saved) -> None:
+def test_the_uninterrupted_run_has_every_step_and_sessions_of_both_ranks(
+    uninterrupted: Saved,
+) -> None:
     assert [step for step, _, _ in uninterrupted.rewards] == list(range(1, STEPS + 1))
     assert len(uninterrupted.consumed) == 4 * STEPS
     assert {rank_of_session(id) for id in uninterrupted.consumed} == {0, 1}
@@ -115,7 +117,7 @@ def test_the_run_is_worth_comparing(uninterrupted: Saved) -> None:
     assert moments and all(bool(moment.any()) for moment in moments[:1])
 
 
-def test_killed_at_each_boundary(
+def test_a_run_killed_at_each_boundary_ends_as_an_uninterrupted_one(
     uninterrupted: Saved,
     tmp_path: Path,
     tiny_model_dir: Path,

@@ -77,7 +77,7 @@ async def ended(served: Served) -> float:
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed"])
-async def test_nothing_is_acknowledged_after_it_and_the_service_says_why_it_ends(
+async def test_nothing_is_acknowledged_after_the_run_folder_is_removed(
     how: str,
     tmp_path: Path,
     tiny_model_dir: Path,

@@ -29,7 +29,9 @@ async def work(url: str) -> None:
             tasks.create_task(sessions(service))
 
 
-def test_it_trains_on_what_they_do(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_script_trains_on_what_agents_outside_of_it_do(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     settings = {
         "server.ranks": 1,
         "rollout.batch_size": 8,

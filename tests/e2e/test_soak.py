@@ -44,7 +44,7 @@ def series(kind: str, *, per_hour: float, noise: float = 0.0, start: float = HAL
 
 
 @pytest.mark.parametrize("kind", sampling.BOUNDS)
-def test_what_grows_beyond_its_bound_is_seen(kind: str) -> None:
+def test_a_figure_that_grows_beyond_its_bound_is_seen(kind: str) -> None:
     bound = sampling.BOUNDS[kind]
     most = max(bound.per_hour, bound.slack)
     noisy = trend(series(kind, per_hour=0, noise=most / 10), HALF, END)
@@ -77,7 +77,7 @@ def test_memory_leaves_out_mapped_files(tmp_path: Path) -> None:
         assert anonymous(os.getpid()) - before > size // 2
 
 
-def test_the_median_slope() -> None:
+def test_one_outlier_does_not_change_the_slope() -> None:
     assert sampling.slope([], []) == sampling.slope([1], [5]) == 0
     assert sampling.slope([0, 1, 2, 3, 4], [0, 2, 4, 600, 8]) == 2
 
@@ -102,7 +102,7 @@ any_agent_loop_lag_seconds_sum{part="router"} 1.0
 """
 
 
-def test_lags_of_parts() -> None:
+def test_the_lags_of_parts_are_summed_up_by_part() -> None:
     assert sampling.lags(LAGS) == {"rank-0": (0.5, 10.0), "router": (1.0, 4.0)}
 
 
@@ -115,7 +115,7 @@ def archived(run: RunDir, id: str, *, times: int = 1) -> SessionRow:
     return row
 
 
-def test_a_session_is_in_one_archive(tmp_path: Path) -> None:
+def test_a_session_in_no_archive_or_in_two_is_seen(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     once = {"a": Record(archived(run, "a"), [])}
@@ -151,7 +151,7 @@ def test_processes_see_the_clock_that_is_set(tmp_path: Path) -> None:
         assert abs(float(process.stdout.readline()) + 7200 - time.time()) < 600
 
 
-def test_a_process_that_cannot_write(tmp_path: Path) -> None:
+def test_a_process_can_be_kept_from_writing_and_allowed_again(tmp_path: Path) -> None:
     """The way where no small disk can be mounted."""
     code = (
         "import os\n"
@@ -183,7 +183,7 @@ def test_a_process_that_cannot_write(tmp_path: Path) -> None:
         assert told() == "written"
 
 
-async def test_a_wire_that_is_cut_and_one_that_is_slow() -> None:
+async def test_a_wire_can_be_cut_and_slowed_down() -> None:
     got: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -112,7 +112,7 @@ def _read(talk: Talk, served: Served, begun: threading.Barrier) -> None:
     list(words)
 
 
-def test_an_interrupt_ends_one_that_a_script_started_in_the_background(
+def test_an_interrupt_ends_a_service_that_a_script_started_in_the_background(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     arguments = ["--no-train", "--model", str(tiny_model_dir), "server.port=0", "server.ranks=1"]

@@ -251,7 +251,7 @@ def test_no_file_of_the_run_is_another_users_to_read(live: Live) -> None:
     assert as_nobody(folders=[str(run.path)], files=[*map(str, files)])["files"] == []
 
 
-def test_the_operator_is_served_as_before(live: Live) -> None:
+def test_the_operator_is_served_beside_another_users_attempts(live: Live) -> None:
     """The doctor finds the run's engines and their key by the trial's name."""
     config = live.node.config
     named = ["--experiment", config.experiment, "--trial", config.trial, f"root={config.root}"]

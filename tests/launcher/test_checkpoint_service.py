@@ -81,7 +81,7 @@ def test_a_checkpoint_is_found_by_its_name_or_as_the_latest(run: RunDir, base: P
         find(run, "exp/one@0")
 
 
-def test_what_is_not_there_is_refused_with_what_is(run: RunDir) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(run: RunDir) -> None:
     with fails_with(ConfigError, "no complete checkpoint", "versions 0 "):
         find(run, "exp/one")
     checkpoint(run, 20, 21)

@@ -337,7 +337,9 @@ NO_MEMORY = OSError(12, "Cannot allocate memory")
 @pytest.mark.parametrize(
     "error", [NO_MEMORY, subprocess.SubprocessError("Exception occurred in preexec_fn.")]
 )
-def test_a_start_that_is_impossible_for_a_while(lab: Lab, error: Exception) -> None:
+def test_a_restart_that_is_impossible_for_a_while_is_tried_again(
+    lab: Lab, error: Exception
+) -> None:
     def never() -> SupervisedProcess:
         raise error
 
@@ -353,7 +355,7 @@ def test_a_start_that_is_impossible_for_a_while(lab: Lab, error: Exception) -> N
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_stopped_part_stays_so(lab: Lab, waits: bool) -> None:
+def test_a_stopped_part_is_not_started_again(lab: Lab, waits: bool) -> None:
     """Also one that waits for its restart."""
     part = lab.ready_part()
     if waits:
@@ -366,7 +368,7 @@ def test_a_stopped_part_stays_so(lab: Lab, waits: bool) -> None:
     assert part.exit_code == -SIGTERM
 
 
-def test_an_exit_is_told_in_words() -> None:
+def test_an_exit_of_a_part_is_told_in_words() -> None:
     told = [describe_exit(code) for code in (143, -9, -44)]
     assert told == ["ended with code 143", "ended by SIGKILL", "ended by signal 44"]
 

@@ -86,7 +86,7 @@ def test_sglang_is_started_with_the_settings_of_its_node(gpus: list[bool]) -> No
     assert command.variables == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
 
 
-def test_sglang_without_a_gpu(gpus: list[bool]) -> None:
+def test_sglang_runs_on_the_cpu_where_there_is_no_gpu(gpus: list[bool]) -> None:
     gpus[0] = False
     command = engines.engine_command(settings("engine.kind=sglang"), *PLACE, key_file=KEY)
     assert option(command, "--device") == "cpu"
@@ -102,7 +102,7 @@ def test_the_embedded_engine_is_started_with_the_settings_of_its_node() -> None:
     assert command.variables == {"A": "b"}
 
 
-def test_an_environment_without_sglang_is_told(tmp_path: Path) -> None:
+def test_an_environment_without_sglang_is_named_in_the_error(tmp_path: Path) -> None:
     config = settings("engine.kind=sglang", f"engine.python={sys.executable}")
     with fails_with(ConfigError, sys.executable, "no SGLang"):
         engines.require_engines(config)
@@ -185,7 +185,7 @@ def test_a_gpu_is_seen_unless_it_is_hidden(tmp_path: Path, monkeypatch: pytest.M
     assert engines.sees_gpu(tmp_path / "none")
 
 
-def test_a_service_tells_it_before_anything_is_started(
+def test_cuda_without_a_gpu_is_refused_before_the_service_starts_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_gpu(monkeypatch)

@@ -96,7 +96,7 @@ def test_a_rank_is_added_and_serves_with_the_present_weights(lab: Lab, ranks: An
     assert [(e["event"], e["rank"]) for e in map(json.loads, events)] == [("ranks add", 2)]
 
 
-def test_without_a_trainer_it_serves_what_the_others_serve(lab: Lab, ranks: Any) -> None:
+def test_without_a_trainer_a_new_rank_serves_what_the_others_serve(lab: Lab, ranks: Any) -> None:
     with lab.node(train=False) as node:
         for name in ("rank-0", "rank-1"):
             lab.enter(name, version=7)
@@ -147,7 +147,7 @@ def test_a_drained_rank_needs_no_engine_of_its_own(lab: Lab) -> None:
     assert config.server.ranks == 2
 
 
-def test_what_cannot_be_done_changes_nothing(lab: Lab, ranks: Any) -> None:
+def test_a_change_of_the_fleet_that_cannot_be_made_changes_nothing(lab: Lab, ranks: Any) -> None:
     with lab.node() as node:
         assert ranks(node, "drain", "0")[0] == 0
         before = (fleet_of(node), list(node.parts))
@@ -233,7 +233,7 @@ def test_engines_that_run_already_cannot_be_added_to(lab: Lab, ranks: Any) -> No
         assert flag(lab.start_of(node, "rank-1"), "--engine-url") == "http://127.0.0.1:2"
 
 
-def test_ranks_that_go_need_their_engines(lab: Lab) -> None:
+def test_a_start_that_drains_ranks_without_their_engines_is_refused(lab: Lab) -> None:
     with lab.node("server.ranks=2"):
         pass
     with (

@@ -49,7 +49,7 @@ def test_the_line_has_what_an_operator_asks_first() -> None:
     assert now.alarms == ()
 
 
-def test_the_line_says_what_it_knows_and_no_more() -> None:
+def test_the_line_leaves_out_what_is_not_known() -> None:
     since = {"reward": None, "sessions": 0, "dull": 0}
     line = describe_health(RUN | {"since_step": since}, 40).line
     assert "reward 0.875 (since the step before: 0.900 over 64 sessions, 48 taught nothing)" in line
@@ -165,7 +165,7 @@ def until_seen(watch: HealthWatch) -> Health:
     return found
 
 
-def test_it_looks_at_the_services_overview_with_the_runs_key(
+def test_the_health_line_reads_the_services_overview_with_the_runs_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys: list[str | None] = []

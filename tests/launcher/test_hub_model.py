@@ -136,7 +136,7 @@ def test_a_hubs_password_is_not_told(monkeypatch: pytest.MonkeyPatch, error: Exc
 
 
 @pytest.mark.service
-def test_a_stall_ends_it_and_the_next_start_goes_on(hub: FakeHub) -> None:
+def test_a_stall_ends_a_download_and_the_next_start_goes_on(hub: FakeHub) -> None:
     hub.stalls_after = 1_000_000
     with pytest.raises(StartupError, match=r"stalled: no byte for .*[\d.]+ [kM]B so far"):
         brought(stall=10.0)
@@ -147,7 +147,7 @@ def test_a_stall_ends_it_and_the_next_start_goes_on(hub: FakeHub) -> None:
 
 
 @pytest.mark.service
-def test_a_wait_can_be_ended(hub: FakeHub) -> None:
+def test_a_wait_for_a_download_can_be_ended(hub: FakeHub) -> None:
     """Ctrl-C, or a service that is stopped meanwhile, raises in `check`, and ends it."""
     hub.stalls_after = 0
     began = time.monotonic()

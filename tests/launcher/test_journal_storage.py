@@ -44,7 +44,7 @@ def nothing(line: str) -> None:
     raise AssertionError(line)
 
 
-def test_what_one_machine_leaves_another_one_goes_on_with(tmp_path: Path) -> None:
+def test_a_machine_goes_on_with_the_journals_that_another_one_left(tmp_path: Path) -> None:
     one, two = on("n1", tmp_path), on("n2", tmp_path)
     fetch_journals(one, [0, 1], "n1", nothing)
     write(one.journal(0), "a").close()
@@ -59,7 +59,7 @@ def test_what_one_machine_leaves_another_one_goes_on_with(tmp_path: Path) -> Non
     assert rows_of(one.journal(0)) == ["a", "b"]
 
 
-def test_a_copy_has_all_of_it_while_somebody_reads(tmp_path: Path) -> None:
+def test_a_copy_of_a_journal_is_whole_while_somebody_reads_it(tmp_path: Path) -> None:
     """A backup, say, or a shell that was left open: SQLite keeps its log for that reader."""
     one, two = on("n1", tmp_path), on("n2", tmp_path)
     fetch_journals(one, [0], "n1", nothing)
@@ -74,7 +74,7 @@ def test_a_copy_has_all_of_it_while_somebody_reads(tmp_path: Path) -> None:
     assert [path.name for path in one.journal(0).parent.iterdir() if "partial" in path.name] == []
 
 
-def test_what_did_not_end_well_is_lost_elsewhere_and_told(tmp_path: Path) -> None:
+def test_a_journal_that_did_not_end_well_is_reported_lost_elsewhere(tmp_path: Path) -> None:
     one, two = on("n1", tmp_path), on("n2", tmp_path)
     said: list[str] = []
     fetch_journals(one, [0], "n1", nothing)
@@ -115,7 +115,9 @@ def test_a_journal_of_an_earlier_run_of_the_name_is_not_this_ones(tmp_path: Path
         assert rows_of(Path(f"{run.journal(0)}.earlier-{number}")) == [text]
 
 
-def test_their_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_journals_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = on("n1", tmp_path)
     folder = run.journal(0).parent
     assert folder.stat().st_mode & 0o777 == 0o700

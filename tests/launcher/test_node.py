@@ -109,7 +109,7 @@ def test_engines_of_others_are_used_and_left_alone(lab: Lab) -> None:
     assert "engine" not in lab.names("starts")
 
 
-def test_a_host_of_ipv6(lab: Lab) -> None:
+def test_a_service_on_an_ipv6_host_has_its_url_in_brackets(lab: Lab) -> None:
     try:
         reserve("::1", 0).close()
     except ConfigError:
@@ -160,7 +160,7 @@ def test_a_port_in_use_is_told_before_anything_is_started_and_leaves_no_trial(la
     assert not (lab.home / "runs").exists()
 
 
-def test_two_services_in_one_run_directory(lab: Lab) -> None:
+def test_a_second_service_in_one_run_directory_is_refused(lab: Lab) -> None:
     with lab.node("server.ranks=1") as node:
         with pytest.raises(StartupError, match="another service is using"), lab.node():
             pass
@@ -169,7 +169,7 @@ def test_two_services_in_one_run_directory(lab: Lab) -> None:
         assert not node.check()
 
 
-def test_what_an_earlier_start_registered_is_gone(lab: Lab) -> None:
+def test_registrations_of_an_earlier_start_are_removed(lab: Lab) -> None:
     run = trial_dir(lab.config())
     run.create()
     for name in ("rank-7", "router"):
@@ -189,7 +189,9 @@ def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) ->
         pass
 
 
-def test_models_that_cannot_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_there_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with fails_with(ConfigError, "--model", "model.path"):
         check_model("")
@@ -356,7 +358,7 @@ def test_an_interrupt_drains_nothing(lab: Lab) -> None:
     assert lab.said[-1] == "service   stopped; the same command goes on from step 7"
 
 
-def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
+def test_a_part_that_does_not_end_is_awaited_only_until_the_deadline(lab: Lab) -> None:
     lab.keep_busy("rank-1")
     with pytest.raises(Terminated), lab.node("server.drain_timeout=2") as node:
         all_started(lab, node)
@@ -370,7 +372,7 @@ def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(lab: Lab, number: signal.Signals) -> None:
+def test_a_second_signal_ends_the_node_at_once(lab: Lab, number: signal.Signals) -> None:
     lab.keep_busy("router")
 
     def again() -> None:

@@ -122,7 +122,7 @@ def test_the_lock_is_held_until_the_last_child_is_gone(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_one_that_heeds_no_order_ends_with_its_launcher_all_the_same(
+def test_a_child_that_heeds_no_order_ends_with_its_launcher(
     stopped: bool, module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     module("stubborn", STUBBORN)
@@ -158,7 +158,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_a_dead_child_started_is_ended(
+def test_processes_that_a_dead_child_started_are_ended(
     number: signal.Signals, module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     process = SupervisedProcess("child", Command([module("parent", PARENT)]), tmp_path / "log")
@@ -237,7 +237,7 @@ def test_no_library_is_loaded_between_fork_and_exec(
     assert run(SupervisedProcess("child", Command([module("short", "")]), tmp_path / "log")) == ""
 
 
-def test_one_that_native_code_ends_leaves_its_stack_in_its_log(
+def test_a_child_that_native_code_ends_leaves_its_stack_in_its_log(
     module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     name = module("fall", "import ctypes\ndef fall() -> None:\n    ctypes.string_at(0)\nfall()")

@@ -11,7 +11,7 @@ from any_agent.launcher.process import answers
 from any_agent.runtime.ports import from_here, reachable
 
 
-def test_names_of_a_host() -> None:
+def test_a_host_that_listens_everywhere_is_named_by_an_address_to_reach() -> None:
     here = socket.gethostname()
     for host, outside, inside in (
         ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
@@ -22,7 +22,9 @@ def test_names_of_a_host() -> None:
         assert (reachable(host), from_here(host)) == (outside, inside)
 
 
-def test_whether_a_part_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_part_that_answers_with_success_counts_as_answering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # The parts are on this machine, whatever the environment says.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     replies = {

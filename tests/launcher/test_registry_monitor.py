@@ -67,7 +67,7 @@ def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path)
 
 
-def test_who_is_silent_too_long_is_killed(lab: Lab) -> None:
+def test_a_part_that_is_silent_too_long_is_killed(lab: Lab) -> None:
     lab.pass_(100, lab.rank, lab.trainer)
     # The last beat is heard at the next look.
     lab.pass_(TIMEOUT - 1, lab.trainer)

@@ -58,7 +58,7 @@ def test_without_a_file_the_saved_settings_go_on_and_overrides_win(root: str) ->
     assert resolve_config(None, [root, "server.ranks=3"]).server.ranks == 3
 
 
-def test_with_a_file_the_file_counts(root: str, tmp_path: Path) -> None:
+def test_with_a_file_of_settings_the_file_counts(root: str, tmp_path: Path) -> None:
     start(root, "model.path=/models/a", "train.steps=3", "train.lr=0.5")
     path = tmp_path / "my.yaml"
     path.write_text("train: {steps: 4}\n")
@@ -68,7 +68,7 @@ def test_with_a_file_the_file_counts(root: str, tmp_path: Path) -> None:
     assert config.model.path == "/models/a"
 
 
-def test_another_model_is_refused(root: str, tmp_path: Path) -> None:
+def test_a_trial_with_another_model_is_refused(root: str, tmp_path: Path) -> None:
     start(root, "model.path=/models/a")
     path = tmp_path / "my.yaml"
     path.write_text("model: {path: /models/b}\n")
@@ -182,7 +182,7 @@ def publish(config: Config, *versions: int) -> Path:
     return path
 
 
-def test_what_was_published_last_counts_unless_a_checkpoint_is_newer(
+def test_the_last_published_version_counts_unless_a_checkpoint_is_newer(
     config: Config, checkpoint: Path
 ) -> None:
     publish(config, 4)

@@ -29,7 +29,7 @@ CLAIMED = {"qwen3": 0.95, "llama3": 0.95}
 
 @pytest.mark.parametrize("case", FAMILIES, ids=label)
 @pytest.mark.parametrize("spoken", ["chat", "apis"])
-async def test_nothing_drifts_where_continuation_is_claimed(
+async def test_no_token_drifts_where_continuation_is_claimed(
     spoken: str,
     case: tuple[str, bool],
     request: pytest.FixtureRequest,

@@ -110,7 +110,7 @@ def test_any_body_is_answered_or_refused(case: tuple[str, bool], api: Api, quiet
     run()
 
 
-def test_any_output_is_told_as_it_was_and_gone_on_from(
+def test_any_output_is_told_as_it_was_and_can_be_continued(
     case: tuple[str, bool], api: Api, quiet: settings
 ) -> None:
     fam = family(case[0], thinking=case[1])
@@ -158,7 +158,7 @@ BLOCKS = """image document search_result server_tool_use web_search_tool_result 
 container_upload no_such_block"""
 
 
-def test_kinds_that_are_not_served_are_named() -> None:
+def test_kinds_of_content_that_are_not_served_are_named_in_the_refusal() -> None:
     """Items of Responses, blocks of Messages, and tools that their own servers run."""
     go, fam = [{"role": "user", "content": "go"}], family("llama3")
     parts: list[tuple[Api, dict[str, Any], str]] = [

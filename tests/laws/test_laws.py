@@ -72,7 +72,9 @@ def results(answer: Message) -> list[Message]:
 
 
 @STREAM
-async def test_turns_continue_exactly(lab: Lab, api: Api, stream: bool) -> None:
+async def test_each_turn_continues_its_conversation_exactly(
+    lab: Lab, api: Api, stream: bool
+) -> None:
     talk, messages = await lab.open(), list(ASK)
     for turn in range(3):
         said = lab.fam.say(f"It is {turn}, né? 🙂", **thought(lab))
@@ -166,7 +168,7 @@ async def test_forced_calls_are_opened_for_the_model_and_trained_on(
 
 @STREAM
 @pytest.mark.parametrize("name", ["add", None], ids=["named", "required"])
-async def test_a_forced_call_that_is_cut_off_and_choices_of_one(
+async def test_a_forced_call_that_was_cut_off_is_closed_by_the_next_turn(
     lab: Lab, api: Api, stream: bool, name: str | None
 ) -> None:
     """The next turn closes what was cut off."""
@@ -191,7 +193,9 @@ async def test_a_forced_call_that_is_cut_off_and_choices_of_one(
 
 
 @STREAM
-async def test_a_forced_call_under_two_weights(lab: Lab, api: Api, stream: bool) -> None:
+async def test_a_forced_call_under_two_weights_has_the_right_version_at_each_token(
+    lab: Lab, api: Api, stream: bool
+) -> None:
     talk = await lab.open()
     said = after_opening(lab.fam, Call("add", {"a": 1, "city": "né"}), "add")
     go_on = lab.engine.hold(2)
@@ -250,7 +254,7 @@ async def test_nothing_follows_the_token_that_completed_a_stop_string(
 
 
 @STREAM
-async def test_one_of_several_choices_is_gone_on_from(lab: Lab, api: Api, stream: bool) -> None:
+async def test_a_talk_goes_on_from_any_of_several_choices(lab: Lab, api: Api, stream: bool) -> None:
     talk = await lab.open()
     outputs = [lab.fam.say(f"choice {k}", **thought(lab)) for k in range(2)]
     answers = await talk.ask(ASK, *outputs, stream=stream, n=2)
@@ -316,7 +320,9 @@ async def test_each_token_has_the_version_that_sampled_it(lab: Lab, api: Api, st
 
 
 @STREAM
-async def test_answers_that_are_named_are_gone_on_from(lab: Lab, api: Api, stream: bool) -> None:
+async def test_a_talk_goes_on_from_answers_that_are_given_by_name(
+    lab: Lab, api: Api, stream: bool
+) -> None:
     """A chain, and a branch from its middle."""
     talk, messages = await lab.open(), list(ASK)
     before: list[Message] = []
@@ -371,16 +377,16 @@ async def test_one_body_at_two_routes_is_two_calls(lab: Lab, api: Api) -> None:
 CALLING = {
     test_tool_calls_and_their_results_continue_exactly,
     test_forced_calls_are_opened_for_the_model_and_trained_on,
-    test_a_forced_call_that_is_cut_off_and_choices_of_one,
-    test_a_forced_call_under_two_weights,
+    test_a_forced_call_that_was_cut_off_is_closed_by_the_next_turn,
+    test_a_forced_call_under_two_weights_has_the_right_version_at_each_token,
 }
 ON_FEW = {test_a_session_that_mixes_all_apis_is_one_chain, test_one_body_at_two_routes_is_two_calls}
 ONLY: dict[Any, tuple[Api, ...]] = {
-    test_a_forced_call_that_is_cut_off_and_choices_of_one: (CHAT,),
-    test_a_forced_call_under_two_weights: (CHAT,),
+    test_a_forced_call_that_was_cut_off_is_closed_by_the_next_turn: (CHAT,),
+    test_a_forced_call_under_two_weights_has_the_right_version_at_each_token: (CHAT,),
     test_nothing_follows_the_token_that_completed_a_stop_string: (CHAT, MESSAGES),
-    test_one_of_several_choices_is_gone_on_from: (CHAT,),
-    test_answers_that_are_named_are_gone_on_from: (RESPONSES,),
+    test_a_talk_goes_on_from_any_of_several_choices: (CHAT,),
+    test_a_talk_goes_on_from_answers_that_are_given_by_name: (RESPONSES,),
     **dict.fromkeys(ON_FEW, (CHAT,)),
 }
 """The APIs of tests that are not about all."""

@@ -23,7 +23,7 @@ ASK: Message = {"role": "user", "content": "What is 1 + 2?"}
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=label)
-async def test_many_turns(
+async def test_every_turn_of_a_long_talk_continues_exactly(
     tmp_path: Path, case: tuple[str, bool], request: pytest.FixtureRequest
 ) -> None:
     name, thinking = case

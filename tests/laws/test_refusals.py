@@ -32,7 +32,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
         ([AUDIO], "invalid_request"),
     ],
 )
-async def test_what_does_not_fit_is_refused(
+async def test_content_that_cannot_be_rendered_is_refused_and_not_recorded(
     lab: Lab, content: Any, code: str, stream: bool
 ) -> None:
     session = await lab.proxy.open()
@@ -45,7 +45,9 @@ async def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_is_away(lab: Lab, stream: bool) -> None:
+async def test_a_call_without_an_engine_is_refused_with_503_and_not_recorded(
+    lab: Lab, stream: bool
+) -> None:
     session = await lab.proxy.open()
     await lab.engine.die()
     answer = await lab.proxy.call(session["api_key"], stream=stream)

@@ -55,7 +55,9 @@ async def solve(client: openai.AsyncOpenAI, a: int, b: int, *, stream: bool) -> 
     return ""
 
 
-async def test_the_agent_gets_the_right_answers(tmp_path: Path, record_property: Any) -> None:
+async def test_an_agent_with_tools_gets_the_right_answers(
+    tmp_path: Path, record_property: Any
+) -> None:
     from any_agent.engine.embedded.engine import EmbeddedEngine
     from any_agent.engine.embedded.server import EngineServer, listen
 

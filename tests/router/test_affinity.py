@@ -46,7 +46,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_every_place_of_a_name(rank: int) -> None:
+def test_a_session_or_key_is_found_at_every_place_of_a_request(rank: int) -> None:
     key, session_id = KEYS[rank], IDS[rank]
     assert place(**bearer(key)) == (rank, True)
     assert place(X_Api_Key=key) == (rank, True)
@@ -93,7 +93,7 @@ def test_bad_keys_choose_no_rank(key: str) -> None:
         assert placed == (None, True)
 
 
-def test_a_rank_that_the_service_does_not_have() -> None:
+def test_a_name_of_a_rank_that_the_service_does_not_have_is_refused() -> None:
     for where in (
         bearer(SIGNER.mint(RANKS)[1]),
         {"X_Any_Agent_Session": f"ses-{RANKS}-0123456789abcdef"},
@@ -132,7 +132,7 @@ def test_two_different_keys_are_refused() -> None:
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=60), st.text(max_size=60))
-def test_nothing_unexpected_is_raised(path: str, value: str) -> None:
+def test_no_request_makes_the_search_for_a_rank_raise_the_unexpected(path: str, value: str) -> None:
     for where in (
         {"path": f"/{path}"},
         {"path": f"/sk-v1.{path}/{value}"},
@@ -217,7 +217,7 @@ def test_most_names_have_one_home(name: str, ranks: int) -> None:
     )
 
 
-def test_a_session_of_a_rank_that_has_ended() -> None:
+def test_a_session_of_a_rank_that_has_ended_is_refused() -> None:
     fleet = Fleet.of(3).with_state(1, None)
     affinity = SessionAffinity(SIGNER, lambda: fleet)
     assert [affinity.rank_of(KEYS[rank]) for rank in (0, 2)] == [0, 2]

@@ -36,7 +36,7 @@ async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
         assert rank.received[6].json == {"reward": 1, "session_id": IDS[number]}
 
 
-async def test_an_escaped_path_is_that_path(pair: Lab) -> None:
+async def test_an_escaped_path_is_routed_as_the_path_that_it_spells(pair: Lab) -> None:
     """The proxies decode a path before they look at it."""
     home = pair.ranks[home_of("g", range(2))]
     for _ in range(3):
@@ -153,7 +153,9 @@ async def test_headers_over_the_limits_reach_no_rank(
         assert not lab.ranks[0].received
 
 
-async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bytes_that_are_no_http_are_refused_and_no_key_is_logged(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
     key = lab.key(0)
     for line in (f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"):
         wire = await (await lab.connect()).send(
@@ -300,14 +302,16 @@ async def test_ranks_without_an_engine_are_not_ready(pair: Lab) -> None:
     assert response.headers["retry-after"]
 
 
-async def test_its_own_answers_name_their_version(pair: Lab) -> None:
+async def test_the_routers_own_answers_name_their_version(pair: Lab) -> None:
     """What no rank has answered is an answer of a service, too."""
     answer = await pair.get("/rl/v1/sessions/ses-7-0123456789abcdef")
     assert (answer.status_code, answer.headers.get_list(API_HEADER)) == (404, [API_VERSION])
     assert API_HEADER not in (await pair.get("/readyz")).headers
 
 
-async def test_a_stop_ends_what_does_not_end(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_ends_requests_that_do_not_end_by_themselves(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "STOP_SECONDS", 0.2)
 
     lab.ranks[0].handler = never
@@ -360,7 +364,9 @@ ADMIN = "admin-key-1"
 
 
 @pytest.mark.parametrize("ui", [True, False])
-async def test_it_says_what_runs_here_without_a_key(start_lab: StartLab, ui: bool) -> None:
+async def test_the_root_page_says_what_runs_here_without_a_key(
+    start_lab: StartLab, ui: bool
+) -> None:
     lab = await start_lab(f"server.admin_key={ADMIN}", f"server.ui={str(ui).lower()}")
     answer = await lab.get("/")
     assert answer.status_code == 200

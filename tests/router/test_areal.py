@@ -107,7 +107,7 @@ async def test_a_slot_granted_behind_an_opens_back_is_found(
 
 
 @pytest.mark.parametrize("left", [True, False])
-async def test_the_last_try_counts(
+async def test_the_answer_of_the_last_try_is_the_answer_of_the_open(
     start_lab: StartLab, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is the open's; without one, the open gets a slot of the trainer."""
@@ -276,7 +276,7 @@ async def test_a_grant_goes_where_an_open_waits(pair: Lab) -> None:
     assert await waiting == on(1, granted=True)
 
 
-async def test_what_is_wrong_some_rank_says(pair: Lab) -> None:
+async def test_a_malformed_open_is_passed_to_one_rank(pair: Lab) -> None:
     for body in (b"{", b"[]", b"{}", b'{"task_id": 5}'):
         assert (await pair.post(START, body)).status_code == 200
     assert sum(len(rank.received) for rank in pair.ranks) == 4

@@ -41,7 +41,7 @@ async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab)
     assert len(lab.ranks[0].received) == 1
 
 
-async def test_it_says_that_it_stops(lab: Lab) -> None:
+async def test_a_draining_router_says_that_it_stops(lab: Lab) -> None:
     def state() -> str | None:
         registry = Registry(lab.registry)
         registry.refresh()
@@ -53,7 +53,7 @@ async def test_it_says_that_it_stops(lab: Lab) -> None:
     await until(lambda: state() == "stopping")
 
 
-async def test_an_answer_that_never_ends_is_awaited_for_so_long(lab: Lab) -> None:
+async def test_an_answer_that_never_ends_is_awaited_only_until_the_deadline(lab: Lab) -> None:
     lab.ranks[0].handler = never
     wire = await lab.connect()
     await wire.send(POST)
@@ -62,7 +62,7 @@ async def test_an_answer_that_never_ends_is_awaited_for_so_long(lab: Lab) -> Non
     assert lab.router.stats.running == 1
 
 
-async def test_who_waits_for_a_rank_waits_no_longer(lab: Lab) -> None:
+async def test_a_drain_ends_the_wait_of_requests_for_a_rank(lab: Lab) -> None:
     await lab.ranks[0].kill()
     call = asyncio.create_task(lab.post("/v1/chat/completions", {}, lab.key(0)))
     await until(lambda: lab.router.ranks.waiting)

@@ -92,7 +92,7 @@ async def test_a_rank_that_does_not_answer_is_named(
         assert (response.status_code, response.json()) == (503, error), "all of them do"
 
 
-async def test_without_any_rank(pair: Lab) -> None:
+async def test_without_any_rank_reads_are_refused_with_503(pair: Lab) -> None:
     for number in range(2):
         await away(pair, number)
     for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
@@ -101,7 +101,7 @@ async def test_without_any_rank(pair: Lab) -> None:
         assert response.headers["retry-after"]
 
 
-async def test_refusals_are_passed_on(pair: Lab) -> None:
+async def test_refusals_of_a_rank_are_passed_on(pair: Lab) -> None:
     pair.ranks[0].handler = says(CAPACITY)
     pair.ranks[1].handler = says({"error": {"code": "forbidden"}}, status=403)
     for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
@@ -114,7 +114,7 @@ def line(number: int) -> dict[str, Any]:
     return {"number": number, "created_at": float(number)}
 
 
-async def test_sessions_are_one_list(pair: Lab) -> None:
+async def test_sessions_of_all_ranks_are_one_list(pair: Lab) -> None:
     pair.ranks[0].handler = says([line(k) for k in (9, 5, 1)])
     pair.ranks[1].handler = says([line(k) for k in (8, 6, 0)])
     response = await pair.get("/rl/v1/sessions?limit=4")
@@ -131,7 +131,7 @@ async def test_sessions_are_one_list(pair: Lab) -> None:
     assert "x-any-agent-after" not in response.headers
 
 
-async def test_what_a_rank_has_left_is_on_the_next_page(pair: Lab) -> None:
+async def test_sessions_that_a_page_had_no_room_for_are_on_the_next_page(pair: Lab) -> None:
     pair.ranks[0].handler = says([line(9), line(5)], headers={"x-any-agent-after": "0:5"})
     pair.ranks[1].handler = says([line(8)])
     response = await pair.get("/rl/v1/sessions?limit=3")

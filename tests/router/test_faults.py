@@ -81,7 +81,7 @@ async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> No
         ("/rl/v1/finalize", "x-stainless-retry-count", "false"),
     ],
 )
-async def test_what_happens_once_may_be_asked_again(
+async def test_a_lost_reply_says_whether_the_client_may_ask_again(
     lab: Lab, path: str, header: str, again: str
 ) -> None:
     lab.ranks[0].handler = die
@@ -134,7 +134,9 @@ async def test_a_request_waits_for_its_rank(lab: Lab, size: int) -> None:
     assert [r.body for r in rank.received] == [body]
 
 
-async def test_a_rank_that_stays_away(start_lab: StartLab) -> None:
+async def test_a_request_for_a_rank_that_stays_away_is_refused_with_503(
+    start_lab: StartLab,
+) -> None:
     lab = await start_lab("server.rank_wait=0.3")
     await lab.ranks[0].kill()
     response = await lab.post("/v1/x", {}, lab.key(0))
@@ -186,7 +188,7 @@ async def test_requests_under_way_are_bounded(
     assert (lab.router.limits.requests, lab.router.limits.held) == (0, {})
 
 
-async def test_who_leaves_waits_no_more(lab: Lab) -> None:
+async def test_a_client_that_leaves_waits_no_more(lab: Lab) -> None:
     await lab.ranks[0].kill()
     wire = await (await lab.connect()).send(POST)
     await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
@@ -318,7 +320,7 @@ async def wait_for_client(replies: ClientResponder, transport: Any, drained: asy
 @pytest.mark.parametrize(
     ("sizes", "looks"), [([100], 2), ([100, 90, 80, 80], 4), ([100, 99, 1, 1], 4)]
 )
-async def test_cut_once_nothing_is_taken(sizes: list[int], looks: int) -> None:
+async def test_a_client_is_cut_off_once_it_takes_nothing(sizes: list[int], looks: int) -> None:
     replies, transport = ClientResponder(timeout=0.01), Transport(sizes)
     await wait_for_client(replies, transport, transport.aborted)
     assert transport.looks == looks

@@ -97,7 +97,7 @@ async def test_a_draining_rank_is_left_for_the_present_home(grown: Lab) -> None:
     assert told(grown.ranks[homes_of(group, shrunk)[-1]]) == ["3"]
 
 
-async def test_a_rank_that_stops_is_no_change(grown: Lab) -> None:
+async def test_a_rank_that_stops_does_not_change_the_fleet(grown: Lab) -> None:
     group = next(f"g{k}" for k in range(100) if homes_of(f"g{k}", GROWN) == [0])
     grown.ranks[0].handler = refuses("draining", 503)
     answer = await grown.post(START, {"group_id": group})
@@ -105,7 +105,7 @@ async def test_a_rank_that_stops_is_no_change(grown: Lab) -> None:
     assert len(grown.ranks[0].received) == 1
 
 
-async def test_clients_have_no_say_in_it(grown: Lab) -> None:
+async def test_clients_cannot_set_the_routers_fleet_headers(grown: Lab) -> None:
     for path in (START, "/v1/models"):
         await grown.post(path, {"group_id": "g"}, **{HEADER: "99 member"})
     assert {value for rank in grown.ranks for value in told(rank)} <= {"2", "2 member"}

@@ -122,7 +122,7 @@ async def test_compressed_bodies_pass_as_they_are(lab: Lab) -> None:
     assert lab.ranks[0].received[1].body == packed
 
 
-async def test_headers_beyond_ascii(lab: Lab) -> None:
+async def test_headers_in_utf8_pass_and_bytes_that_are_no_text_are_left_out(lab: Lab) -> None:
     """UTF-8 passes; a byte that is no text is left out, and breaks nothing."""
     for text, whole in ((b"caf\xc3\xa9", "caf\xc3\xa9"), (b"caf\xe9", "caf")):
         line = b"X-Place: %s\r\n" % text
@@ -238,7 +238,7 @@ async def test_old_clients_get_streams_without_chunks(lab: Lab) -> None:
     assert await wire.rest() == (b"all of it", False)
 
 
-async def test_no_limit_on_calls_at_once(lab: Lab) -> None:
+async def test_calls_at_once_have_no_limit(lab: Lab) -> None:
     """More than the 100 connections that a pool has by default."""
     go = asyncio.Event()
 

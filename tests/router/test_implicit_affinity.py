@@ -78,7 +78,7 @@ async def test_a_response_names_its_rank(pair: Lab) -> None:
     assert await ranks_of(pair, "/v1/responses", body) == [home(body)]
 
 
-async def test_what_is_sent_arrives_as_it_was(pair: Lab) -> None:
+async def test_a_body_that_was_read_for_its_conversation_arrives_as_it_was(pair: Lab) -> None:
     long = {"messages": said(1, "x" * 300_000)}
     assert await ranks_of(pair, PATH, long) == [home(long)]
     rank = pair.ranks[home(long)]
@@ -90,7 +90,9 @@ async def test_what_is_sent_arrives_as_it_was(pair: Lab) -> None:
     assert {b"", b"{", b"[]", b'{"messages": 1}', b'"text"', b"[" * 2000} <= set(bodies)
 
 
-async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> None:
+async def test_only_calls_whose_keys_may_open_sessions_go_to_a_home_rank(
+    start_lab: StartLab,
+) -> None:
     lab = await start_lab(*IMPLICIT, "server.admin_key=operator-secret-4711", ranks=2)
     key = create_key(run_dir_of(lab.config).keys, "tenant", tenant="alice")[0]
     body = {"messages": said(3)}

@@ -59,7 +59,7 @@ async def test_a_session_that_is_named_beside_changes_nothing(pair: Lab, where: 
 NAMED = "X-Any-Agent-Session"
 
 
-async def test_an_ack_that_one_rank_refuses(pair: Lab) -> None:
+async def test_an_ack_that_one_rank_refuses_is_refused(pair: Lab) -> None:
     pair.ranks[0].handler = ack
     pair.ranks[1].handler = refuses("lease_lost", 409)
     response = await pair.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]})
@@ -67,7 +67,7 @@ async def test_an_ack_that_one_rank_refuses(pair: Lab) -> None:
     assert response.json()["error"]["code"] == "lease_lost"
 
 
-async def test_an_ack_whose_rank_stays_away(start_lab: StartLab) -> None:
+async def test_an_ack_whose_rank_stays_away_is_to_be_repeated(start_lab: StartLab) -> None:
     lab = await start_lab("server.rank_wait=0.3", ranks=2)
     for rank in lab.ranks:
         rank.handler = ack
@@ -104,7 +104,7 @@ async def test_malformed_bodies_are_a_ranks_business(pair: Lab, path: str, body:
     assert [r.body for rank in pair.ranks for r in rank.received] == [body]
 
 
-async def test_sessions_of_a_rank_that_is_none(pair: Lab) -> None:
+async def test_sessions_of_an_unknown_rank_are_refused_and_reach_no_rank(pair: Lab) -> None:
     stranger = "ses-5-0000000000000000"
     for path, body in (
         ("/rl/v1/ack", {"owner": "me", "trained": [A, stranger]}),
@@ -159,7 +159,7 @@ async def test_what_is_ready_is_handed_out_at_once_from_each_rank_in_turn(pair: 
     assert found[0].headers["content-type"] == "application/x-msgpack"
 
 
-async def test_a_poll_of_ranks_that_only_hang_up(start_lab: StartLab) -> None:
+async def test_a_poll_of_ranks_that_hang_up_asks_each_once_and_ends(start_lab: StartLab) -> None:
     """It is neither made over and over, nor without an end."""
 
     lab = await start_lab("server.rank_wait=0.5", ranks=2)
@@ -235,7 +235,7 @@ async def test_sessions_in_a_query_are_split(pair: Lab, form: str) -> None:
     assert first.target == second.target == "/rl/v1/export_trajectories?discount=0.5"
 
 
-async def test_an_ack_and_a_poll_by_query(pair: Lab) -> None:
+async def test_an_ack_and_a_poll_may_have_their_fields_in_the_query(pair: Lab) -> None:
     for rank in pair.ranks:
         rank.handler = ack
     answer = await pair.post(f"/rl/v1/ack?owner=me&trained={A}&trained={B}", b"")

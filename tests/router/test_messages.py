@@ -12,7 +12,7 @@ PATHS = ("/v1/messages", "/messages", "/v1/messages/count_tokens")
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": []}
 
 
-async def test_a_lost_reply(lab: Lab) -> None:
+async def test_a_lost_reply_is_an_error_in_the_form_of_messages(lab: Lab) -> None:
     lab.ranks[0].handler = die
     key = lab.key(0)
     for path in (*PATHS, f"/{key}/v1/messages"):
@@ -25,7 +25,9 @@ async def test_a_lost_reply(lab: Lab) -> None:
     assert "type" not in response.json()
 
 
-async def test_too_large(start_lab: StartLab) -> None:
+async def test_a_request_that_is_too_large_is_an_error_in_the_form_of_messages(
+    start_lab: StartLab,
+) -> None:
     lab = await start_lab("server.max_body_bytes=100000")
     for path in PATHS:
         response = await lab.post(path, b"x" * 200_000, lab.key(0))

@@ -75,7 +75,7 @@ async def until_up(lab: Lab, up: dict[str, int], trainer: str = "", state: str =
     return await until(shown)  # type: ignore[no-any-return]
 
 
-async def test_all_parts_in_one_answer(pair: Lab) -> None:
+async def test_metrics_of_all_parts_come_in_one_answer(pair: Lab) -> None:
     for rank in pair.ranks:
         shows_metrics(rank, sessions=rank.number + 3)
     trainer = FakeRank(9)
@@ -104,7 +104,9 @@ async def test_every_metric_of_the_table_is_shown(lab: Lab) -> None:
     assert all(m.name.endswith("_total") == (m.kind == "counter") for m in METRICS)
 
 
-async def test_parts_that_do_not_answer(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parts_that_do_not_answer_are_shown_as_down(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics_module, "TIMEOUT", 0.2)
     first, second = pair.ranks
     shows_metrics(first, sessions=1)
@@ -165,7 +167,7 @@ def _audited(lab: Lab) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def test_requests_are_counted(lab: Lab) -> None:
+async def test_requests_are_counted_by_the_router(lab: Lab) -> None:
     key = lab.key(0)
     await lab.post("/v1/chat/completions", {"model": "x"}, key)
     await lab.post(f"/{key}/chat/completions?a=b", {"model": "x"})
@@ -181,7 +183,7 @@ async def test_requests_are_counted(lab: Lab) -> None:
     assert (await scrape(lab))("any_agent_router_requests_total", route="metrics") == 1
 
 
-async def test_what_goes_wrong_is_counted(pair: Lab) -> None:
+async def test_failures_are_counted_by_their_kind(pair: Lab) -> None:
     key = pair.key(0)
     rank = pair.ranks[0]
 

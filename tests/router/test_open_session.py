@@ -159,7 +159,7 @@ async def test_a_full_or_dead_rank_is_passed_by(pair: Lab) -> None:
     assert len(pair.ranks[1].received) == 10
 
 
-async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
+async def test_a_waiting_open_goes_to_the_rank_where_fewer_wait(pair: Lab) -> None:
     """What the registry says of the queues is up to a second old."""
     more = [slots(rank) for rank in pair.ranks]
     calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(4)]
@@ -225,14 +225,16 @@ async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
         ("too_many_bytes", 503, 2),
     ],
 )
-async def test_other_refusals(pair: Lab, code: str, status: int, tried: int) -> None:
+async def test_other_refusals_of_a_rank_are_passed_on(
+    pair: Lab, code: str, status: int, tried: int
+) -> None:
     for rank in pair.ranks:
         rank.handler = refuses(code, status)
     assert (await pair.post(START, {"wait": 1})).status_code == status
     assert sum(opened(pair)) == tried
 
 
-async def test_it_waits_only_where_a_slot_can_be_had(pair: Lab) -> None:
+async def test_an_open_waits_only_where_a_slot_can_be_had(pair: Lab) -> None:
     """Whoever was asked last, and wherever fewer seem to wait."""
     more = slots(pair.ranks[0])
     pair.ranks[1].handler = refuses("store_busy", 503)
@@ -278,7 +280,7 @@ async def test_a_wait_that_differs_is_refused(pair: Lab) -> None:
     assert (await pair.post(f"{START}?wait=9", {"wait": 9.0})).status_code == 200
 
 
-async def test_a_query_is_bounded(pair: Lab) -> None:
+async def test_the_query_of_an_open_is_bounded(pair: Lab) -> None:
     response = await pair.post(f"{START}?{'a=1&' * 3000}", b"")
     assert response.status_code == 400
     assert opened(pair) == [0, 0]
@@ -303,7 +305,7 @@ async def test_an_open_goes_elsewhere_when_its_rank_stalls(pair: Lab) -> None:
     assert len(pair.ranks[0].received) == 2
 
 
-async def test_one_that_waits_for_a_slot_goes_elsewhere_too(pair: Lab) -> None:
+async def test_an_open_that_waits_for_a_slot_leaves_a_rank_that_stalls(pair: Lab) -> None:
     for rank in pair.ranks:
         slots(rank)
     call = asyncio.create_task(pair.post(START, {"wait": 60}))

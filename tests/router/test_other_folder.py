@@ -24,7 +24,9 @@ from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.mark.service
-async def test_an_agents_session_through_it(tmp_path: Path, chat: ChatFormat) -> None:
+async def test_an_agents_session_works_through_a_router_in_another_folder(
+    tmp_path: Path, chat: ChatFormat
+) -> None:
     engine, port = ScriptedEngine(decode=chat.decode), own_port()
     with RedisServer(tmp_path / "redis") as server:
         # An open with an Idempotency-Key waits for its home, which must be the rank that there is.

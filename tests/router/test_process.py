@@ -83,7 +83,7 @@ def test_a_start_that_cannot_be_ends_with_2_and_the_reason(config: Path, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_when_it_is_told_to(config: Path, number: signal.Signals) -> None:
+def test_the_router_process_ends_when_it_is_told_to(config: Path, number: signal.Signals) -> None:
     with running(config) as (process, url), httpx.Client(base_url=url) as http:
         # A connection that is kept open holds nobody up.
         assert http.get("/readyz").status_code == 503
@@ -92,7 +92,7 @@ def test_it_ends_when_it_is_told_to(config: Path, number: signal.Signals) -> Non
     assert "Traceback" not in (config.parent / "router.log").read_text()
 
 
-def test_it_comes_back_on_its_port_after_a_kill(config: Path) -> None:
+def test_the_router_process_comes_back_on_its_port_after_a_kill(config: Path) -> None:
     with closing(reserve("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
         log = config.parent / "router.log"
@@ -109,7 +109,7 @@ def test_it_comes_back_on_its_port_after_a_kill(config: Path) -> None:
                 process.wait()
 
 
-def test_it_tells_its_public_url(config: Path) -> None:
+def test_the_router_process_tells_its_public_url(config: Path) -> None:
     with running(config, "--public-url", "https://rl.example.org") as (process, _):
         path = trial_dir(load_config(config, environ={})).registry / "router.json"
         deadline = time.monotonic() + 60

@@ -198,7 +198,7 @@ async def test_while_a_proxy_is_away_requests_are_told_to_come_again(rank: FakeR
         await until(away, "the death is noticed")
 
 
-async def test_it_is_closed_after_the_loop_that_used_it(rank: FakeRank) -> None:
+async def test_a_proxy_router_closes_after_the_loop_that_used_it(rank: FakeRank) -> None:
     router = ProxyRouter([rank.url])
     await asyncio.to_thread(asyncio.run, router.opened("127.0.0.1"))
     await asyncio.wait_for(router.close(), LIMIT)
@@ -211,7 +211,9 @@ async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None
 
 
 @pytest.mark.service
-async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
+async def test_a_router_started_by_a_script_serves_until_it_is_told_to_end(
+    pair: list[Proxy],
+) -> None:
     port = own_port()
     urls = [proxy.url for proxy in pair]
     script = f"from router import ProxyRouter; ProxyRouter({urls}).start('127.0.0.1', {port})"
@@ -232,7 +234,7 @@ async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
         process.wait()
 
 
-async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:
+async def test_urls_that_cannot_be_routed_to_are_refused(pair: list[Proxy]) -> None:
     for urls, said in (
         ([], "URLs"),
         ("http://127.0.0.1:1", "URLs"),

@@ -35,7 +35,7 @@ def soon(seconds: float = 15) -> float:
     return time.monotonic() + seconds
 
 
-async def test_ranks_come_and_go(tmp_path: Path, ranks: RankHealth) -> None:
+async def test_ranks_that_come_and_go_are_known(tmp_path: Path, ranks: RankHealth) -> None:
     await ranks.refresh()
     assert ranks.live == []
     for rank in (2, 0, 7):  # of which the service has no seventh
@@ -135,7 +135,7 @@ async def test_waiting_for_a_rank_ends_at_the_deadline(ranks: RankHealth) -> Non
     assert ranks.waiting == 0
 
 
-async def test_the_watch_survives_a_fault(
+async def test_the_watch_of_ranks_survives_a_fault(
     tmp_path: Path, ranks: RankHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "REFRESH", 0.01)

@@ -163,7 +163,7 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
 # -- calls -------------------------------------------------------------------------------------
 
 
-async def test_openais_sdk_after_a_connection_that_broke(
+async def test_a_call_that_openais_sdk_repeats_after_a_break_is_sampled_once(
     pair: Pair, http: httpx.AsyncClient
 ) -> None:
     """The router ends amid a call: the SDK asks the next one, and its call was sampled once."""
@@ -281,7 +281,7 @@ async def judged(client: RLClient, pair: Pair) -> SessionStarted:
     return session
 
 
-async def test_every_rank_does_its_own(pair: Pair) -> None:
+async def test_requests_that_name_a_session_take_effect_at_its_own_rank(pair: Pair) -> None:
     async with RLClient(pair.url, timeout=LIMIT, retry_for=5) as client:
         sessions: list[SessionStarted] = []
         ranks: list[int | None] = []

@@ -64,13 +64,15 @@ async def test_a_connection_closed_meanwhile_is_not_used(rank: FakeRank) -> None
     assert rank.received[2].body == b"x" * 3000
 
 
-async def test_where_nobody_listens_nothing_was_sent() -> None:
+async def test_a_refused_connection_is_known_as_nothing_sent() -> None:
     async with open_upstream() as client:
         with pytest.raises(NeverSent):
             await client.send("POST", f"http://127.0.0.1:{own_port()}", "/", CIMultiDict(), b"{}")
 
 
-async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_is_not_accepted_in_time_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A full backlog: the kernel drops what comes then."""
     monkeypatch.setattr(upstream, "CONNECT_TIMEOUT", 0.3)
     with socket.socket() as full:
@@ -98,7 +100,7 @@ async def test_informational_answers_are_passed_over(rank: FakeRank) -> None:
 
 
 @pytest.mark.parametrize("more", [b"junk", b"HTTP/1.1 404 No\r\nx: y\r\ncontent-length: 0\r\n\r\n"])
-async def test_what_follows_an_answer_is_no_part_of_it(rank: FakeRank, more: bytes) -> None:
+async def test_bytes_behind_an_answer_are_no_part_of_it(rank: FakeRank, more: bytes) -> None:
 
     rank.handler = sends(OK + more)
     async with open_upstream() as client:
@@ -153,7 +155,7 @@ async def test_a_line_break_in_a_header_is_never_sent(rank: FakeRank) -> None:
     assert rank.received == []
 
 
-def test_end_to_end_headers() -> None:
+def test_headers_of_one_hop_are_dropped_and_all_others_kept() -> None:
     headers = CIMultiDict(
         [
             ("Connection", "close, X-One"),

@@ -96,7 +96,7 @@ async def test_an_agent_is_given_what_it_asks_for() -> None:
     assert await given(f"{__name__}.named") == ("item", "k", URL)
 
 
-def test_what_is_no_agent_is_refused() -> None:
+def test_an_object_that_is_no_agent_is_refused() -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (7, {}, "builtins.int"),
         (SimpleNamespace(), {}, "types.SimpleNamespace"),
@@ -114,7 +114,7 @@ def test_what_is_no_agent_is_refused() -> None:
             AgentCallable(agent, kwargs)
 
 
-async def test_what_blocks_has_the_context_of_its_run() -> None:
+async def test_a_blocking_agent_has_the_context_of_its_run() -> None:
     here: ContextVar[str] = ContextVar("here")
     here.set("mine")
 
@@ -125,7 +125,7 @@ async def test_what_blocks_has_the_context_of_its_run() -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-async def test_what_it_raises_reaches_its_caller(blocks: bool) -> None:
+async def test_an_exception_of_a_blocking_agent_reaches_its_caller(blocks: bool) -> None:
     def raising(error: BaseException) -> Any:
         def agent(_: Any) -> Any:
             raise error

@@ -40,25 +40,29 @@ def _text(content: Any) -> str:
 
 
 @pytest.mark.parametrize("client", crowd.ON_A_LOOP)
-async def test_on_one_loop(client: Any, served: Served) -> None:
+async def test_calls_of_many_tasks_on_one_loop_are_recorded_in_their_own_sessions(
+    client: Any, served: Served
+) -> None:
     asked = await crowd.on_a_loop(client, COUNT, client.__name__)
     assert len(asked) == COUNT
     assert await recorded(served, asked) == asked
 
 
 @pytest.mark.parametrize("client", crowd.IN_THREADS)
-async def test_over_threads(client: Any, served: Served) -> None:
+async def test_calls_of_many_threads_are_recorded_in_their_own_sessions(
+    client: Any, served: Served
+) -> None:
     asked = await asyncio.to_thread(crowd.in_threads, client, COUNT, client.__name__)
     assert len(asked) == COUNT
     assert await recorded(served, asked) == asked
 
 
-async def test_clients_of_a_session(served: Served) -> None:
+async def test_calls_of_a_sessions_own_clients_are_recorded_in_it(served: Served) -> None:
     asked = await crowd.own_clients("own")
     assert await recorded(served, asked) == asked
 
 
-async def test_streams_join(served: Served) -> None:
+async def test_a_streamed_call_is_recorded_in_its_session(served: Served) -> None:
     async with AsyncOpenAI() as client, AgentSession() as session:
         body: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 4}
         chunks = [

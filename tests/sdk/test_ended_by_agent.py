@@ -49,7 +49,7 @@ def here(served: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
     return served
 
 
-async def test_leaving_a_session_that_its_agent_has_finalized(here: Served) -> None:
+async def test_leaving_a_session_that_its_agent_has_finalized_changes_nothing(here: Served) -> None:
     agent = Finisher()
     async with AgentSession() as session:
         await agent.run("Say 1.")
@@ -61,7 +61,7 @@ async def test_leaving_a_session_that_its_agent_has_finalized(here: Served) -> N
     assert list(info["rewards"].values()) == [0.5]
 
 
-async def test_ends_by_clients_that_name_the_session_themselves(here: Served) -> None:
+async def test_a_session_ended_by_another_client_is_seen_as_ended(here: Served) -> None:
     """Those that nobody here has seen."""
     async with AgentSession() as session:
         await Finisher(await_reward=True).run("Say 1.")
@@ -81,7 +81,7 @@ async def test_ends_by_clients_that_name_the_session_themselves(here: Served) ->
 # -- many of them ----------------------------------------------------------------------------------
 
 
-async def test_a_runner_of_them_is_awaited(here: Served) -> None:
+async def test_a_runner_accepts_agents_that_finalize_their_own_sessions(here: Served) -> None:
     agent = Finisher()
     results = await AgentRunner(progress=False).run(agent.run, ["Say 1.", "Say 2."])
     assert agent.answered == [200] * 16
@@ -103,7 +103,7 @@ class FinishesAndReturns(Finisher):
 
 
 @pytest.mark.parametrize("kind", [FinishesAndFails, FinishesAndReturns])
-async def test_what_comes_behind_its_end_changes_nothing(
+async def test_requests_behind_the_end_of_a_session_change_nothing(
     here: Served, kind: type[Finisher]
 ) -> None:
     agent = kind()
@@ -112,7 +112,7 @@ async def test_what_comes_behind_its_end_changes_nothing(
     assert agent.answered == [200, 200]
 
 
-async def test_a_run_that_neither_returns_nor_gives_a_reward(here: Served) -> None:
+async def test_a_run_that_neither_returns_nor_gives_a_reward_fails(here: Served) -> None:
     class Silent(Finisher):
         async def run(self, prompt: str) -> None:
             async with aiohttp.ClientSession(base_url=os.environ["OPENAI_BASE_URL"]) as http:
@@ -125,7 +125,7 @@ async def test_a_run_that_neither_returns_nor_gives_a_reward(here: Served) -> No
 
 
 @pytest.mark.parametrize("key", ["sk-proj-1234567890", PLACEHOLDER_KEY, ""])
-async def test_a_service_that_needs_no_key_takes_any(
+async def test_an_agent_may_use_any_key_at_a_service_that_needs_none(
     tmp_path: Path,
     chat: ChatFormat,
     engine: ScriptedEngine,

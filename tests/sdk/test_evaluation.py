@@ -49,12 +49,12 @@ def test_pass_at_k_is_over_items_with_as_many_runs() -> None:
     assert (four.mean, four.items) == (0.5, 2)
 
 
-def test_what_passes_is_a_matter_of_the_threshold() -> None:
+def test_a_run_passes_if_its_reward_reaches_the_threshold() -> None:
     found = Evaluation(RESULTS, runs=4, threshold=0.5).pass_at(1)
     assert found is not None and found.mean == pytest.approx((0.5 + 0 + 1) / 3)
 
 
-def test_failed_runs_with_a_score() -> None:
+def test_failed_runs_count_with_the_score_given_for_them() -> None:
     found = Evaluation(RESULTS, runs=4, failed_score=0.0)
     assert found.scores[2] == [1, 0.5, 0, 0] and found.scores[3] == [0, 0, 0, 0]
     assert found.reward is not None and found.reward.mean == pytest.approx((0.5 + 0.375) / 4)
@@ -69,11 +69,11 @@ def test_a_run_whose_reward_others_give_later_has_none() -> None:
 @pytest.mark.parametrize(
     ("runs", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (10, [1, 2, 4, 8, 10])]
 )
-def test_the_ks_that_nobody_asked_for(runs: int, ks: list[int]) -> None:
+def test_pass_at_k_has_default_ks_up_to_the_number_of_runs(runs: int, ks: list[int]) -> None:
     assert Evaluation(RunResults(), runs=runs).default_ks() == ks
 
 
-def test_figures_and_table() -> None:
+def test_figures_and_table_show_rewards_and_pass_rates() -> None:
     found = Evaluation(RESULTS, runs=4)
     figures = found.figures([1, 4])
     assert figures["pass_at"]["4"]["mean"] == 0.5 and list(figures["pass_at"]) == ["1", "4"]
@@ -88,7 +88,7 @@ def test_figures_and_table() -> None:
     assert {len(line) for line in (head, *rows)} == {len(head)}
 
 
-def test_nothing_came_of_it() -> None:
+def test_an_evaluation_without_a_good_run_has_no_figures_and_no_error() -> None:
     found = Evaluation(RunResults([failed(0, 0)]), runs=1)
     assert found.reward is None and found.pass_at(1) is None
     assert found.figures([1])["reward"] is None

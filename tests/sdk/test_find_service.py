@@ -33,7 +33,7 @@ def test_the_environment_names_the_service_and_its_key() -> None:
     assert (found.url, found.api_key, found.key_from) == (URL, KEY, "api_key")
 
 
-def test_what_names_no_service_is_refused_without_its_secrets() -> None:
+def test_an_address_of_no_service_is_refused_without_showing_its_secrets() -> None:
     ours, openai = "ANY_AGENT_URL", "OPENAI_BASE_URL"
     for environ, said in (
         ({}, "url="),

@@ -53,7 +53,9 @@ async def elsewhere() -> AsyncIterator[Server]:
 
 
 @pytest.mark.parametrize("get", CLIENTS)
-async def test_calls_join(get: Get, service: Server, elsewhere: Server) -> None:
+async def test_calls_to_the_service_join_the_session_and_no_others(
+    get: Get, service: Server, elsewhere: Server
+) -> None:
     """Whatever key the client has of its own; and nobody else hears of the session's."""
     own = {"Authorization": "Bearer sk-proj-mine", "x-api-key": "mine", "api-key": "mine"}
     with in_session(service.url):
@@ -231,7 +233,7 @@ async def test_responses_and_errors_show_no_key(service: Server) -> None:
 # -- contexts --------------------------------------------------------------------------------------
 
 
-async def test_contexts_are_apart(service: Server) -> None:
+async def test_only_calls_within_a_sessions_context_join_it(service: Server) -> None:
     """Tasks, and threads that copy the context, are in; others, begun before or after, are not."""
 
     async def ask(name: str) -> None:

@@ -37,7 +37,7 @@ async def written(file: Path) -> None:
     await log.close()
 
 
-async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
+async def test_results_that_were_written_are_known_again(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     await written(file)
     log = opened(file)
@@ -52,7 +52,7 @@ async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
     await log.close()
 
 
-async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> None:
+async def test_a_half_written_line_is_ignored(tmp_path: Path) -> None:
     """However much of it was there."""
     file = tmp_path / "r.jsonl"
     await written(file)
@@ -110,7 +110,7 @@ async def test_a_character_that_has_no_encoding_is_written_as_a_question_mark(
     await log.close()
 
 
-async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> None:
+async def test_a_forked_process_does_not_hold_the_lock_of_a_results_file(tmp_path: Path) -> None:
     """A worker of the agent's may outlive a runner that is killed."""
     file = tmp_path / "r.jsonl"
     log = opened(file)
@@ -132,7 +132,7 @@ async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> N
         os.close(forked)
 
 
-async def test_a_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
+async def test_a_results_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     log = opened(file)
     with fails_with(ConfigError, file, "another runner"):

@@ -18,7 +18,7 @@ from any_agent.sdk.run_plan import (
 HEADER = PlanHeader(new_run(), "00", items=12, group_size=2, mode="train", service="e/t")
 
 
-def test_every_place_once_and_groups_together() -> None:
+def test_a_plan_has_every_place_once_and_groups_together() -> None:
     plan = RunPlan(HEADER, epochs=2)
     places = list(plan)
     assert len(places) == len(plan) == len(set(places)) == 48
@@ -26,7 +26,7 @@ def test_every_place_once_and_groups_together() -> None:
     assert places[:3] == [RunId(0, 0, 0), RunId(0, 0, 1), RunId(0, 1, 0)]
 
 
-def test_names_are_each_ones_own() -> None:
+def test_each_place_of_a_plan_has_a_name_of_its_own() -> None:
     """12-1 and 1-21 must not be the same, nor may a name be too long for the service."""
     plan = RunPlan(HEADER, epochs=12)
     places = list(plan)
@@ -39,7 +39,7 @@ def test_names_are_each_ones_own() -> None:
     assert len(keys) == len(places) * 6
 
 
-def test_items_own_tasks() -> None:
+def test_an_items_own_task_id_becomes_a_valid_task_name() -> None:
     tasks = {
         "gsm8k/12": "gsm8k-12",
         7: "7",
@@ -53,7 +53,7 @@ def test_items_own_tasks() -> None:
     assert {own: task_of({"task_id": own}) for own in tasks} == tasks
 
 
-def test_datasets_of_all_kinds(tmp_path: Path) -> None:
+def test_datasets_of_all_kinds_give_the_same_items(tmp_path: Path) -> None:
     file = tmp_path / "items.jsonl"
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
     rows = [{"a": 1}, {"a": 2}]
@@ -62,7 +62,7 @@ def test_datasets_of_all_kinds(tmp_path: Path) -> None:
     assert [items_of(range(3))[k] for k in range(3)] == [0, 1, 2]
 
 
-def test_the_fingerprint_tells_datasets_apart() -> None:
+def test_the_fingerprint_of_a_dataset_tells_it_from_others() -> None:
     of = [
         fingerprint(items_of(rows))
         for rows in ([{"a": 1}], [{"a": 2}], [{"a": 1}] * 2, [{"a": 1, "b": object()}], ["a"])

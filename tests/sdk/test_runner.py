@@ -146,7 +146,9 @@ async def test_a_failed_run_leaves_its_place_to_the_next_attempt(served: Served)
     assert (await served.proxy.capacity())["reserved"] == 0
 
 
-async def test_stop_at_the_first_failure(served: Served, tmp_path: Path) -> None:
+async def test_a_runner_told_to_stop_ends_at_the_first_failure(
+    served: Served, tmp_path: Path
+) -> None:
     file = tmp_path / "r.jsonl"
     async with asker() as one:
 
@@ -327,7 +329,7 @@ def test_a_bar_is_one_line_that_is_drawn_over() -> None:
     assert third.endswith("/s | 1 failed | mean reward 0.500\n")
 
 
-def test_it_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_is_drawn_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     stream = io.StringIO()
@@ -339,7 +341,9 @@ def test_it_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue().count("\r") == 5
 
 
-def test_who_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_goes_to_a_callback_or_to_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[RunProgress] = []
     state = RunProgress(total=1)
     progress_callback(told.append)(state)

@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "agent-runner.m
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
-async def test_the_agent_of_the_page(
+async def test_the_agent_of_the_documented_page_runs(
     serve: Serve,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

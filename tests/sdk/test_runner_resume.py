@@ -83,7 +83,7 @@ async def _until_there(file: Path, results: int, ended: asyncio.Task[int]) -> No
     await until(lambda: ended.done() or results_in(file) >= results, f"{results} results")
 
 
-async def test_what_was_finalized_and_not_written_down_is_not_done_again(
+async def test_a_run_that_was_finalized_and_not_written_down_is_not_repeated(
     served: Served, tmp_path: Path
 ) -> None:
     file = tmp_path / "r.jsonl"
@@ -105,7 +105,9 @@ async def test_what_was_finalized_and_not_written_down_is_not_done_again(
     assert [len(members) for members in places(await leased(served.proxy)).values()] == [2] * 4
 
 
-async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_path: Path) -> None:
+async def test_sessions_that_a_killed_runner_had_just_opened_are_taken_up(
+    served: Served, tmp_path: Path
+) -> None:
     """It was killed while it opened them. They are taken up, if they are what would be opened now;
     else they are left to expire."""
     file = tmp_path / "r.jsonl"

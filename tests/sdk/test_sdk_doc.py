@@ -17,7 +17,7 @@ BLOCKS: dict[str, str] = dict(_NAMED.findall(PAGE.read_text(encoding="utf-8")))
 RUN = ("session", "ambient", "runner", "inference", "inference-blocking")
 
 
-def test_every_block_has_a_test() -> None:
+def test_every_code_block_of_the_sdk_page_has_a_test() -> None:
     assert tuple(BLOCKS) == RUN
     assert PAGE.read_text(encoding="utf-8").count("```") == 2 * len(RUN)
 
@@ -30,7 +30,7 @@ async def run(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "sessions"), [("session", 1), ("ambient", 4), ("runner", 2)])
 @pytest.mark.service
-async def test_its_sessions(
+async def test_sessions_of_the_pages_examples_are_finalized_with_rewards(
     name: str, sessions: int, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run(name)
@@ -42,7 +42,7 @@ async def test_its_sessions(
 
 
 @pytest.mark.parametrize("name", ["inference", "inference-blocking"])
-async def test_the_model_that_came_of_it(
+async def test_the_pages_example_loads_the_trained_model(
     name: str,
     tiny_model_dir: Path,
     tmp_path: Path,

@@ -64,7 +64,7 @@ def write(place: Path, url: str) -> None:
     url_file(place.as_uri(), "url").read()
 
 
-def test_what_a_file_says_is_read_anew(place: Path) -> None:
+def test_the_url_in_a_service_file_is_read_anew(place: Path) -> None:
     service = find_service(place.as_uri())
     assert (service.named, service.url) == (place.as_uri(), place.as_uri())
     write(place, "http://10.0.0.1:8000/v1/")
@@ -233,7 +233,7 @@ def test_only_urls_below_the_earlier_place_are_moved(place: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ANY_AGENT_URL", "OPENAI_BASE_URL"])
 @pytest.mark.service
-async def test_an_agent_that_finds_the_file_in_its_environment(
+async def test_an_agent_finds_its_service_by_the_file_in_its_environment(
     served: Served, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also OpenAI's own client, which takes the file's URL for the service's."""

@@ -49,7 +49,7 @@ async def answered(session: AsyncSession) -> str:
     return completion.id
 
 
-async def test_left_normally_it_is_finalized(served: Served) -> None:
+async def test_a_session_that_is_left_normally_is_finalized(served: Served) -> None:
     async with AgentSession("task-1", group_size=2, metadata={"level": 3}) as session:
         assert isinstance(session, AsyncSession)
         assert session.base_url == f"{served.url}/v1"
@@ -63,7 +63,7 @@ async def test_left_normally_it_is_finalized(served: Served) -> None:
     assert info["tenant"] == "agents"
 
 
-async def test_what_was_ended_is_left_as_it_is(served: Served) -> None:
+async def test_a_session_that_was_ended_is_left_as_it_is(served: Served) -> None:
     async with AgentSession() as session:
         await answered(session)
         await session.finalize(2.0)
@@ -78,7 +78,7 @@ async def test_what_was_ended_is_left_as_it_is(served: Served) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, asyncio.CancelledError])
-async def test_left_by_an_exception_it_is_aborted(
+async def test_a_session_that_is_left_by_an_exception_is_aborted(
     served: Served, kind: type[BaseException]
 ) -> None:
     opened: list[AsyncSession] = []
@@ -94,7 +94,7 @@ async def test_left_by_an_exception_it_is_aborted(
         assert info["reason"] == f"its agent raised {kind.__name__}"
 
 
-async def test_rewards_by_name_by_completion_and_of_the_whole(served: Served) -> None:
+async def test_rewards_by_name_by_completion_and_of_the_whole_are_added_up(served: Served) -> None:
     async with AgentSession() as session:
         first = await answered(session)
         last = await answered(session)
@@ -173,7 +173,7 @@ async def test_the_same_key_gives_the_same_session(served: Served) -> None:
         assert info.state == "finalized"
 
 
-async def test_it_waits_for_a_slot(serve: Serve) -> None:
+async def test_an_open_waits_for_a_slot(serve: Serve) -> None:
     served = await serve(slots=0)
     url, key = served.url, served.tenant_key
     with pytest.raises(TooManyRequests):
@@ -202,7 +202,7 @@ async def test_whoever_is_cancelled_while_it_waits_leaves_nothing_open(serve: Se
     assert (await served.proxy.capacity())["running"] == 0
 
 
-async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
+async def test_a_session_that_opened_while_its_opener_was_cancelled_is_aborted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service has opened it, and its answer is on the way."""
@@ -254,7 +254,7 @@ async def test_wrong_keys_and_fields_are_refused_by_name(served: Served) -> None
 # -- blocking --------------------------------------------------------------------------------------
 
 
-async def test_the_blocking_form_does_the_same(served: Served) -> None:
+async def test_the_blocking_form_of_a_session_does_the_same(served: Served) -> None:
     def agent() -> str:
         with AgentSession("task-1", group_size=1) as session:
             assert isinstance(session, Session)
@@ -271,7 +271,7 @@ async def test_the_blocking_form_does_the_same(served: Served) -> None:
     assert (info["state"], list(info["rewards"].values())) == ("finalized", [0.25])
 
 
-async def test_it_does_not_block_an_event_loop(served: Served) -> None:
+async def test_the_blocking_form_does_not_block_an_event_loop(served: Served) -> None:
     with fails_with(RuntimeError, "async with AgentSession"), AgentSession():
         pass
     async with AgentSession() as session:
@@ -284,7 +284,9 @@ async def test_it_does_not_block_an_event_loop(served: Served) -> None:
 # -- beats -----------------------------------------------------------------------------------------
 
 
-async def test_a_slow_tool_does_not_let_it_expire(serve: Serve, engine: ScriptedEngine) -> None:
+async def test_a_slow_tool_does_not_let_its_session_expire(
+    serve: Serve, engine: ScriptedEngine
+) -> None:
     served = await serve("sessions.idle_timeout=3")
     async with AgentSession(url=served.url, api_key=served.tenant_key) as session:
         await answered(session)
@@ -394,7 +396,7 @@ async def test_a_session_that_nobody_ends_does_not_hold_up_the_end_of_the_proces
     assert await run(LEFT_OPEN) == b""
 
 
-async def test_it_is_used_on_another_event_loop(served: Served) -> None:
+async def test_a_session_may_be_used_on_another_event_loop(served: Served) -> None:
     async with AgentSession(mode="eval") as session:
 
         async def there() -> str:
@@ -405,7 +407,7 @@ async def test_it_is_used_on_another_event_loop(served: Served) -> None:
         await session.abort()
 
 
-async def test_ctrl_c_just_as_it_was_opened(
+async def test_ctrl_c_just_as_a_session_was_opened_leaves_none_open(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, interrupted = background.wait_for, False
@@ -429,7 +431,7 @@ async def test_ctrl_c_just_as_it_was_opened(
     assert [line.reason for line in lines] == ["its agent raised KeyboardInterrupt"]
 
 
-async def test_it_is_entered_once_at_a_time(served: Served) -> None:
+async def test_a_session_is_entered_once_at_a_time(served: Served) -> None:
     one = AgentSession(mode="eval")
     entered = await asyncio.gather(one.__aenter__(), one.__aenter__(), return_exceptions=True)
     assert isinstance(entered[1], RuntimeError)
@@ -437,7 +439,7 @@ async def test_it_is_entered_once_at_a_time(served: Served) -> None:
     assert len([line async for line in served.proxy.client.sessions()]) == 1
 
 
-async def test_its_clients_follow_nobody_elsewhere() -> None:
+async def test_clients_of_a_session_follow_no_redirect_to_another_server() -> None:
     async with serving() as service, serving() as elsewhere:
         path = "/v1/chat/completions"
         service.redirects[path] = f"{elsewhere.url}{path}"
@@ -463,7 +465,7 @@ def started(idle_in: float) -> SessionStarted:
     )
 
 
-def test_what_opened_it_shows_no_key() -> None:
+def test_the_opener_of_a_session_shows_no_key() -> None:
     assert "secret" not in repr(started(1.0))
 
 
@@ -550,7 +552,9 @@ async def test_a_callers_key_has_one_body(full: Full, caplog: pytest.LogCaptureF
     assert all(call == start.await_args for call in start.await_args_list)
 
 
-async def test_of_many_that_wait_one_says_it(full: Full, caplog: pytest.LogCaptureFixture) -> None:
+async def test_of_many_opens_that_wait_only_one_says_so(
+    full: Full, caplog: pytest.LogCaptureFixture
+) -> None:
     full.waiting = 100
     free = cast(RLClient, SimpleNamespace(start_session=AsyncMock()))
     await opening.open_session(free, SERVICE, {}, wait=50, idempotency_key=None)

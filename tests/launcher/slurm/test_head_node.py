@@ -111,7 +111,7 @@ def test_a_job_that_had_begun_is_queued_again_and_goes_on_on_any_node(
 
 
 @pytest.mark.parametrize("when", ["engine 0", "router"])
-def test_one_whose_time_is_too_short_for_its_start_is_not(
+def test_a_job_whose_time_is_too_short_for_its_start_is_not_requeued(
     lab: Lab, programs: Programs, when: str
 ) -> None:
     def say(line: str) -> None:
@@ -123,7 +123,7 @@ def test_one_whose_time_is_too_short_for_its_start_is_not(
     assert "its time limit is too short" in lab.said[-1]
 
 
-def test_one_whose_trainer_never_has_its_model_is_not(
+def test_a_job_whose_trainer_never_has_its_model_is_not_requeued(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service itself is there all the same."""
@@ -167,7 +167,7 @@ def test_a_journal_that_cannot_be_copied_keeps_no_other_and_no_job_from_going_on
     assert (dir.path / "journal" / "rank-1.kept").exists()
 
 
-def test_nothing_breaks_into_the_copy_of_the_journals(
+def test_no_signal_interrupts_the_copy_of_the_journals(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = []
@@ -248,7 +248,7 @@ def test_a_node_that_only_starts_again_keeps_its_ranks(lab: Lab, programs: Progr
         ("fails", LOGGED),
     ],
 )
-def test_what_another_node_could_not_mend_ends_the_job(
+def test_a_fault_that_another_node_could_not_mend_ends_the_job(
     lab: Lab,
     programs: Programs,
     monkeypatch: pytest.MonkeyPatch,

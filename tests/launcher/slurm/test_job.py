@@ -33,7 +33,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return answer
 
 
-def test_a_job_as_its_variables_tell_it(scontrol: Path) -> None:
+def test_a_job_is_read_from_slurms_variables(scontrol: Path) -> None:
     assert current_job({}) is None
     scontrol.write_text("n1\nn2\n")
     told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -47,7 +47,9 @@ def test_a_job_as_its_variables_tell_it(scontrol: Path) -> None:
         current_job(told)
 
 
-def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for call in (lambda: require_program("sbatch"), lambda: run_slurm(["sbatch", "x"])):
         with fails_with(ConfigError, "sbatch", "PATH"):

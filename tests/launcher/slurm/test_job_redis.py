@@ -72,7 +72,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_a_server_that_a_journal_accepts(start: Start, tmp_path: Path, host: str) -> None:
+def test_the_jobs_redis_is_a_server_that_a_journal_accepts(
+    start: Start, tmp_path: Path, host: str
+) -> None:
     try:
         url = new_url(host)
     except ConfigError:
@@ -91,7 +93,7 @@ def test_a_server_that_a_journal_accepts(start: Start, tmp_path: Path, host: str
         client.ping()
 
 
-def test_what_was_acknowledged_outlives_it(start: Start, tmp_path: Path) -> None:
+def test_what_was_acknowledged_outlives_the_jobs_redis(start: Start, tmp_path: Path) -> None:
     """Also with another port and password, as the job's next start has them."""
     config = with_url(configured(tmp_path), new_url("127.0.0.1"))
     process = start(config)
@@ -106,7 +108,7 @@ def test_what_was_acknowledged_outlives_it(start: Start, tmp_path: Path) -> None
         assert client.get("key") == b"value"
 
 
-def test_nobody_is_shown_its_password(start: Start, tmp_path: Path) -> None:
+def test_nobody_is_shown_the_password_of_redis(start: Start, tmp_path: Path) -> None:
     config = with_url(configured(tmp_path), new_url("127.0.0.1"))
     password = url_in(config).split("@")[0].rpartition(":")[2]
     assert len(password) >= 32
@@ -157,7 +159,7 @@ def test_a_node_without_the_program_or_the_package_is_named(
         require_redis(config, "n1")
 
 
-def test_the_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_folder_of_redis_is_for_its_owner_alone(tmp_path: Path) -> None:
     config = configured(tmp_path)
     run = trial_dir(config)
     run.create()

@@ -87,7 +87,7 @@ def test_numbers_that_do_not_fit_are_refused(
         plan(configured(*settings), [f"n{k}" for k in range(nodes)], gpus)
 
 
-def test_a_role_is_told_in_words() -> None:
+def test_a_role_of_a_node_is_told_in_words() -> None:
     one, two = plan(configured("server.ranks=2", *CPU), ["a", "b"], 0)
     assert str(one) == "engines and proxies of ranks 0, 1; the router"
     assert str(two) == "the trainer"

@@ -47,7 +47,9 @@ def the_run(lab: Lab) -> RunDir:
     return trial_dir(lab.config())
 
 
-def test_settings_stand_where_one_likes(submitted: Submit, lab: Lab, programs: Programs) -> None:
+def test_settings_may_stand_anywhere_on_the_command_line(
+    submitted: Submit, lab: Lab, programs: Programs
+) -> None:
     for arguments in (
         ("any_agent_grpo.py", "--config", "MY", "train.lr=1e-5"),
         ("any_agent_grpo.py", "train.lr=1e-5", "--config", "MY", "--stay"),
@@ -101,7 +103,7 @@ def test_a_service_of_one_node_needs_a_key_as_well(
     assert "server.admin_key must be set" in capsys.readouterr().err
 
 
-def test_where_no_cluster_answers_nothing_else_is_told(
+def test_a_cluster_that_does_not_answer_is_the_only_fault_told(
     submitted: Submit,
     programs: Programs,
     monkeypatch: pytest.MonkeyPatch,

@@ -77,7 +77,7 @@ def test_a_trainer_that_somebody_ends_is_not_done(
     assert lab.names("ends") == ["trainer"]
 
 
-def test_nothing_breaks_into_the_copy_of_the_journals(
+def test_no_signal_interrupts_the_copy_of_the_journals(
     lab: Lab, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first node tells a member twice to end at once, when it has no more time."""

@@ -27,7 +27,7 @@ def alarms(**changed: Any) -> list[Alarm]:
     return alarms_of(**given | changed)
 
 
-def test_a_run_that_is_well_has_none() -> None:
+def test_a_run_that_is_well_has_no_alarm() -> None:
     assert alarms() == [] == alarms(steps=Steps())
     # Opens wait for slots all the time; it is the trainer's pace.
     assert alarms(slots={"waiting": 9}) == []
@@ -114,7 +114,7 @@ def test_the_first_seconds_without_agents_are_no_alarm() -> None:
     assert "20 groups scored alike" in alarm.what and "0 of 64" not in alarm.what
 
 
-def test_the_worst_comes_first() -> None:
+def test_the_worst_alarm_comes_first() -> None:
     found = alarms(waiting="waiting for x", parts=[Part("trainer", "away")], slots={"waiting": 2})
     assert [alarm.level for alarm in found] == ["bad", "bad", "warn"]
     assert "2 opens wait" in found[1].what

@@ -234,7 +234,7 @@ async def test_a_tenant_sees_its_sessions_alone(lab: Lab) -> None:
     assert keys_sent(lab) == {f"Bearer {key}"}
 
 
-async def test_keys_of_trainers_and_sessions_do_not_open_it(lab: Lab) -> None:
+async def test_keys_of_trainers_and_sessions_do_not_open_the_dashboard(lab: Lab) -> None:
     trainers = create_key(trial_dir(lab.config).keys, "trainer")[0]
     for scope, key in (("trainer", trainers), ("session", lab.key(0))):
         answer = await log_in(lab, key)
@@ -341,7 +341,7 @@ async def test_what_the_browser_has_is_not_sent_again(lab: Lab) -> None:
     assert (await lab.get("/ui/static/../app.py")).status_code in (401, 404)
 
 
-async def test_without_keys_it_is_open_on_loopback_alone(start_lab: StartLab) -> None:
+async def test_without_keys_the_dashboard_is_open_on_loopback_alone(start_lab: StartLab) -> None:
     lab = await start_lab()
     lab.ranks[0].handler = rank
     assert (await lab.get("/ui")).status_code == 200
@@ -350,7 +350,9 @@ async def test_without_keys_it_is_open_on_loopback_alone(start_lab: StartLab) ->
     assert (await lab.get("/ui", host="evil.example")).status_code == 403
 
 
-async def test_switched_off_the_path_is_the_ranks(start_lab: StartLab) -> None:
+async def test_a_dashboard_that_is_switched_off_leaves_its_path_to_the_ranks(
+    start_lab: StartLab,
+) -> None:
     lab = await start_lab("server.ui=false")
 
     lab.ranks[0].handler = says({"whose": "the rank's"}, status=404)

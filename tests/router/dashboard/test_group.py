@@ -87,14 +87,14 @@ async def test_a_group_without_a_difference_is_named(
     assert len(ranks.asked) == len(rewards) + 1, "a first call was read twice"
 
 
-async def test_an_unknown_group_and_one_that_may_be_on_a_rank_that_is_away() -> None:
+async def test_an_unknown_group_is_refused_unless_a_rank_is_away() -> None:
     with fails_with(NotFound, "g/1"):
         await read(Ranks([]))
     group = await read(Ranks([1]))
     assert (group.missing, group.members, group.mean) == ([1], [], None)
 
 
-async def test_it_is_looked_for_on_pages_that_are_empty() -> None:
+async def test_a_group_is_looked_for_behind_empty_pages() -> None:
     ranks = Ranks([], pages=3, a=(1.0, 1))
     group = await read(ranks, "acme")
     assert [member.info["session_id"] for member in group.members] == ["a"] and not group.more
@@ -122,7 +122,7 @@ def call(number: int, parent: int | None, continuation: str = "exact") -> dict[s
     }
 
 
-def test_the_places_of_calls_in_their_tree() -> None:
+def test_each_call_is_shown_at_its_place_in_the_tree() -> None:
     calls = [
         call(1, None, "root"),
         call(2, 1),
@@ -167,5 +167,7 @@ def test_the_places_of_calls_in_their_tree() -> None:
         ({"role": "assistant", "tool_calls": {"a": 1}}, []),
     ],
 )
-def test_messages_in_pieces(message: dict[str, Any], pieces: list[tuple[str, str]]) -> None:
+def test_each_kind_of_message_is_split_into_its_pieces(
+    message: dict[str, Any], pieces: list[tuple[str, str]]
+) -> None:
     assert [(piece.kind, piece.text) for piece in message_of(message).pieces] == pieces

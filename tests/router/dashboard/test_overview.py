@@ -39,7 +39,7 @@ IDLE = {"waiting": 0}
         ({"open": 1}, IDLE, [Group("g", 3, 8, 9.0)], ["group g (3 of 8)"]),
     ],
 )
-def test_why_it_waits(
+def test_the_reason_why_training_waits_is_said(
     counts: dict[str, int], slots: dict[str, int], groups: list[Group], words: list[str]
 ) -> None:
     text = why_waiting(TRAINS, {"train": counts}, slots, groups)
@@ -75,7 +75,9 @@ async def rank(received: Received) -> None:
 
 
 @pytest.mark.parametrize("ui", ["true", "false"])
-async def test_an_operator_gets_it_with_and_without_pages(start_lab: StartLab, ui: str) -> None:
+async def test_an_operator_gets_the_overview_with_and_without_pages(
+    start_lab: StartLab, ui: str
+) -> None:
     lab = await start_lab(f"server.admin_key={ADMIN}", f"server.ui={ui}")
     lab.ranks[0].handler = rank
     answer = await lab.get(PATH, ADMIN)
@@ -100,7 +102,7 @@ async def test_a_rank_that_is_away_is_an_alarm(start_lab: StartLab) -> None:
     await until(away)
 
 
-async def test_nobody_else_gets_it(start_lab: StartLab) -> None:
+async def test_nobody_but_an_operator_gets_the_overview(start_lab: StartLab) -> None:
     lab: Lab = await start_lab(f"server.admin_key={ADMIN}")
     keys = trial_dir(lab.config).keys
     tenant, _ = create_key(keys, "tenant", tenant="alice", created_by="me")
@@ -130,7 +132,7 @@ SESSIONS = Metric("any_agent_sessions", "gauge", "Sessions.", ("mode", "state"))
 OTHER = Metric("any_agent_prompt_tokens_total", "counter", "Tokens.", ("mode",))
 
 
-def test_what_an_exposition_says() -> None:
+def test_samples_of_an_exposition_are_read_with_their_labels() -> None:
     values = {("train", 'a "quoted" state'): 3.0, ("eval", "open"): 2.0}
     text = Exposition("r", lambda: [(SESSIONS, values), (OTHER, {("train",): 7})], rank="0")
     found = Samples(text.render().decode())
@@ -141,14 +143,14 @@ def test_what_an_exposition_says() -> None:
     assert {labels["rank"] for labels, _ in found.each("sessions")} == {"0"}
 
 
-def test_the_names_are_those_that_the_parts_export() -> None:
+def test_the_overview_reads_only_metrics_that_the_parts_export() -> None:
     exported = {m.name for m in (*rank_metrics.METRICS, *trainer_metrics.METRICS)}
     wanted = scrape.WANTED.pattern.removeprefix("any_agent_(").removesuffix(")").split("|")
     for name in wanted:
         assert name == "slots_.*" or f"any_agent_{name}" in exported, name
 
 
-def test_rates_over_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_over_a_window_and_none_span_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(scrape.time, "monotonic", lambda: now)
     rates = Rates()

@@ -20,7 +20,9 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_the_end_of_a_log_in_whole_lines(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_long_log_is_shown_in_whole_lines(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run.logs / "rank-0.log").write_bytes(b"first\nsecond \xff\n")
     (run.logs / "Other.log").write_text("x")
     assert logs_of(run) == ["rank-0"]
@@ -40,7 +42,7 @@ def test_no_other_file_is_shown(run: RunDir) -> None:
             log_of(run, name)
 
 
-def test_keys_without_their_texts(run: RunDir) -> None:
+def test_keys_are_listed_without_their_texts_and_hashes(run: RunDir) -> None:
     text, key = create_key(run.keys, "tenant", tenant="alice")
     (row,) = keys_of(run)
     assert (row.id, row.scope, row.tenant, row.state) == (key.id, "tenant", "alice", "live")
@@ -48,7 +50,7 @@ def test_keys_without_their_texts(run: RunDir) -> None:
     assert key.hash not in str(row)
 
 
-def test_settings(run: RunDir) -> None:
+def test_the_settings_of_the_run_are_shown_or_said_to_be_unreadable(run: RunDir) -> None:
     assert "cannot be read" in settings_of(run)
     run.resolved.write_text("server: {ranks: 2}\n")
     assert settings_of(run) == "server: {ranks: 2}\n"

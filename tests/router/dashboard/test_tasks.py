@@ -52,7 +52,7 @@ def test_a_task_teaches_or_not() -> None:
     assert (found["solved"].change, found["alone"].mean) == (None, None)
 
 
-def test_the_orders() -> None:
+def test_each_order_of_tasks_puts_the_right_one_first() -> None:
     sessions = [session("worse", reward) for reward in (1.0, 1.0, 0.0, 0.0)]
     sessions += [session("better", reward) for reward in (0.0, 0.0, 0.5, 0.5, 0.5)]
     sessions += [session("new", 0.2)]

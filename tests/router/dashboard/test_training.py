@@ -63,7 +63,7 @@ def test_dull_sessions_are_counted_between_steps() -> None:
     assert dull_sessions(lines[:1]) == (0, 0)
 
 
-def test_charts_of_lines_with_anything_in_them() -> None:
+def test_charts_leave_out_values_that_are_no_numbers() -> None:
     odd = [line(1, loss="x", lengths=3, seconds=None, left_out=None), {"step": 2}]
     run = parse_steps("\n".join(map(json.dumps, odd)).encode(), whole=True)
     charts = charts_of(run)
@@ -166,7 +166,7 @@ def trial(root: Path, name: str, *, at: float) -> RunDir:
     return run
 
 
-def test_the_others_that_have_made_a_step_the_latest_first(tmp_path: Path) -> None:
+def test_other_trials_are_offered_the_latest_first(tmp_path: Path) -> None:
     mine = trial(tmp_path, "mine", at=9)
     trial(tmp_path, "old", at=1)
     trial(tmp_path, "new", at=5)
@@ -186,7 +186,7 @@ def test_the_others_that_have_made_a_step_the_latest_first(tmp_path: Path) -> No
     assert {name: run.last for name, run in beside.items()} == {"old": {"step": 1, "reward": 0.5}}
 
 
-def test_an_experiment_that_is_gone(tmp_path: Path) -> None:
+def test_an_experiment_that_is_gone_gives_no_trials_and_no_error(tmp_path: Path) -> None:
     run = RunDir.of(tmp_path / "none", "me", "exp", "mine")
     assert trials_beside(run, "x") == ([], {}) and serve_commands(run) == []
 

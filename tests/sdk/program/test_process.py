@@ -61,7 +61,7 @@ def pid_of(folder: Path) -> int:
     return int(file.read_text())
 
 
-async def test_output_is_kept_apart(run: Run, tmp_path: Path) -> None:
+async def test_output_and_errors_of_a_program_are_kept_apart(run: Run, tmp_path: Path) -> None:
     """And an agent that reads what it is piped waits for nobody at a terminal."""
     ended = await run(*shell("wc -c | tr -d ' '; echo told >&2"))
     assert ended.success
@@ -76,19 +76,21 @@ async def test_output_is_kept_apart(run: Run, tmp_path: Path) -> None:
         ("kill -40 $$", -40, "was killed by signal 40"),
     ],
 )
-async def test_a_bad_end(run: Run, script: str, code: int, said: str) -> None:
+async def test_a_program_that_ends_badly_is_no_success_and_says_how(
+    run: Run, script: str, code: int, said: str
+) -> None:
     ended = await run(*shell(script))
     assert (ended.code, ended.success, str(ended)) == (code, False, said)
 
 
-async def test_one_that_takes_too_long_is_asked_to_end(run: Run, tmp_path: Path) -> None:
+async def test_a_program_that_takes_too_long_is_asked_to_end(run: Run, tmp_path: Path) -> None:
     ended = await run(*shell("trap 'echo bye; exit 0' TERM; sleep 60 & wait"), limit=3)
     assert (ended.code, ended.success) == (None, False)
     assert str(ended) == "took more than 3 s"
     assert (tmp_path / "out").read_text() == "bye\n"
 
 
-async def test_one_that_does_not_listen_is_killed(
+async def test_a_program_that_does_not_heed_the_request_to_end_is_killed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command_child, "TERM_TIMEOUT", 0.1)
@@ -99,7 +101,9 @@ async def test_one_that_does_not_listen_is_killed(
 
 
 @pytest.mark.parametrize("code", [0, 1])
-async def test_what_left_its_group_ends_with_it(run: Run, tmp_path: Path, code: int) -> None:
+async def test_a_child_that_left_the_programs_process_group_ends_with_it(
+    run: Run, tmp_path: Path, code: int
+) -> None:
     """As tools do that make themselves daemons, or Node's detached children."""
     stray = shell("echo $$ > $PID_FILE; exec sleep 600")
     script = f"""
@@ -125,7 +129,7 @@ async def test_other_runs_are_left_alone(run: Run, tmp_path: Path) -> None:
         other.wait()
 
 
-async def test_being_cancelled_ends_it(run: Run, tmp_path: Path) -> None:
+async def test_a_cancelled_run_ends_its_program(run: Run, tmp_path: Path) -> None:
     script = "trap 'echo bye; exit 0' TERM; echo $$ > $PID_FILE; while :; do sleep 0.01; done"
     task = asyncio.create_task(run(*shell(script)))  # type: ignore[arg-type]
     await asyncio.to_thread(pid_of, tmp_path)
@@ -136,7 +140,7 @@ async def test_being_cancelled_ends_it(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "bye\n"
 
 
-async def test_being_cancelled_again_waits_for_nothing(
+async def test_a_run_that_is_cancelled_again_waits_for_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A wait for its end would outlast any test.
@@ -152,7 +156,7 @@ async def test_being_cancelled_again_waits_for_nothing(
     assert not psutil.pid_exists(pid_of(tmp_path))
 
 
-async def test_one_that_only_prints_is_ended(
+async def test_a_program_that_only_prints_is_ended(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(command_child, "MAX_OUTPUT", 2**20)
@@ -160,7 +164,9 @@ async def test_one_that_only_prints_is_ended(
     assert str(ended) == "printed more than 1 MiB"
 
 
-async def test_a_program_that_is_not_there(run: Run, tmp_path: Path) -> None:
+async def test_a_program_that_cannot_be_executed_fails_with_the_reason(
+    run: Run, tmp_path: Path
+) -> None:
     with fails_with(AgentFailed, "/no/such", "No such file or directory"):
         await run("/no/such")
     text = tmp_path / "text"
@@ -169,7 +175,7 @@ async def test_a_program_that_is_not_there(run: Run, tmp_path: Path) -> None:
         await run(str(text))
 
 
-def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
+def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = f"""
 import asyncio, os, sys
 from pathlib import Path

@@ -39,7 +39,7 @@ async def reward_from(source: RewardSource, folder: Path, printed: str = "") -> 
     return await source.reward(program, {"ANY_AGENT_RUN_INDEX": "3"}, SAID)
 
 
-def test_the_last_line_counts(tmp_path: Path) -> None:
+def test_the_last_line_of_the_output_is_the_reward(tmp_path: Path) -> None:
     file = tmp_path / "reward"
     rewards: dict[str, Reward] = {
         "1": 1.0,
@@ -53,7 +53,7 @@ def test_the_last_line_counts(tmp_path: Path) -> None:
         assert reward_in(file, "it") == reward
 
 
-def test_what_is_no_reward_is_said(tmp_path: Path) -> None:
+def test_output_that_is_no_reward_is_named_in_the_error(tmp_path: Path) -> None:
     file = tmp_path / "reward"
     for text, said in (
         ("", "it says nothing: its last line must be a number"),

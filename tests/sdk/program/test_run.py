@@ -58,7 +58,9 @@ async def reason(served: Served, result: ProgramRun) -> str:
 
 
 @pytest.mark.service
-async def test_a_group_of_programs(make: Make, served: Served) -> None:
+async def test_the_runs_of_a_program_are_one_group_with_their_own_rewards(
+    make: Make, served: Served
+) -> None:
     source = RewardSource(command='cat > /dev/null; echo "$ANY_AGENT_RUN_INDEX"')
     runs = make('ask("I am " + os.environ["ANY_AGENT_RUN_INDEX"])', n=3, source=source, task_id="t")
     await runs.run()
@@ -190,13 +192,17 @@ async def test_a_failure_may_have_a_reward(make: Make, served: Served) -> None:
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-async def test_a_program_that_never_calls_the_model(make: Make, served: Served, mode: str) -> None:
+async def test_a_program_that_never_calls_the_model_fails_with_a_hint(
+    make: Make, served: Served, mode: str
+) -> None:
     result = await only(make("pass", source=RewardSource(command="echo 1"), mode=mode))
     assert result.state == "failed"
     assert "OPENAI_BASE_URL" in await reason(served, result)
 
 
-async def test_a_reward_in_a_file(make: Make, served: Served, tmp_path: Path) -> None:
+async def test_the_reward_is_read_from_the_file_that_the_program_wrote(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
     does = 'ask(); print(0.5, file=open(os.environ["ANY_AGENT_REWARD_FILE"], "w"))'
     assert (await only(make(does))).reward == 0.5
     source = RewardSource(file=str(tmp_path / "rewards" / "{run}.txt"))
@@ -237,7 +243,9 @@ async def test_a_grader_sees_what_was_said(make: Make, served: Served, tmp_path:
         await make(source=RewardSource(grader="said.missing", env=env)).run()
 
 
-async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_path: Path) -> None:
+async def test_a_program_that_cannot_be_started_is_a_failed_run(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
@@ -259,7 +267,9 @@ async def test_without_a_service_nothing_is_started(
     assert {run.state for run in runs.results} == {"not started"}
 
 
-async def test_training_that_has_ended(make: Make, served: Served) -> None:
+async def test_training_that_has_ended_stops_training_runs_but_no_evaluations(
+    make: Make, served: Served
+) -> None:
     await served.proxy.client.set_run("finished", step=7, checkpoint=None)
     runs = make()
     await runs.run()
