@@ -10,8 +10,8 @@ import argparse
 from functools import partial
 
 from any_agent.runtime.command_line import (
+    add_program,
     add_trial_arguments,
-    become,
     count,
     moment,
     number,
@@ -57,15 +57,15 @@ closed the pipe.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    add_program(
+        commands,
         "export",
+        "proxy_ext.export",
+        add_export_arguments,
         help="write recorded sessions as JSON lines, tables, or data for fine-tuning",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_export_arguments(parser)
-    parser.set_defaults(run=_run)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,10 +114,6 @@ def add_session_filters(parser: argparse.ArgumentParser) -> None:
         "12h, 7d; a time without a zone is local",
         type=moment,
     )
-
-
-def _run(_: argparse.Namespace) -> int:
-    become("proxy_ext.export", "export", extra="serve")
 
 
 _STATES = (

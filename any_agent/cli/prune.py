@@ -10,8 +10,8 @@ import argparse
 from functools import partial
 
 from any_agent.runtime.command_line import (
+    add_program,
     add_trial_arguments,
-    become,
     duration,
     option,
 )
@@ -36,15 +36,15 @@ Exit codes: 0 done, 1 not done, 2 wrong input.
 
 
 def add_parser(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = below.add_parser(
+    add_program(
+        below,
         "prune",
+        "proxy_ext.export.prune",
+        add_prune_arguments,
         help="remove the content of settled sessions of a stopped trial, or show what would go",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_prune_arguments(parser)
-    parser.set_defaults(run=_run)
 
 
 def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,3 @@ def _settled(text: str) -> str:
     if text not in SETTLED:
         raise argparse.ArgumentTypeError(f"{text!r} is no state: choose {', '.join(SETTLED)}")
     return text
-
-
-def _run(_: argparse.Namespace) -> int:
-    become("proxy_ext.export.prune", "prune", extra="serve")

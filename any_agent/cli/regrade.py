@@ -11,8 +11,8 @@ from functools import partial
 
 from any_agent.cli.export import add_session_filters
 from any_agent.runtime.command_line import (
+    add_program,
     add_trial_arguments,
-    become,
     count,
     option,
     positive,
@@ -42,15 +42,15 @@ Exit codes: 0 all graded, 1 something could not be graded or read, 2 wrong input
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    add_program(
+        commands,
         "regrade",
+        "proxy_ext.export.regrade",
+        add_regrade_arguments,
         help="grade recorded sessions by another function, and compare",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_regrade_arguments(parser)
-    parser.set_defaults(run=_run)
 
 
 def add_regrade_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,3 @@ def add_regrade_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout S", "the most seconds of one grade (default 60)", type=positive, default=60.0)
     add("--json", "print the summary as JSON")
     add_trial_arguments(parser)
-
-
-def _run(_: argparse.Namespace) -> int:
-    become("proxy_ext.export.regrade", "regrade", extra="serve")

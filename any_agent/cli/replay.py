@@ -10,8 +10,8 @@ import argparse
 from functools import partial
 
 from any_agent.runtime.command_line import (
+    add_program,
     add_trial_arguments,
-    become,
     count,
     option,
 )
@@ -36,15 +36,15 @@ model), 130 interrupted.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    add_program(
+        commands,
         "replay",
+        "proxy_ext.export.replay",
+        add_replay_arguments,
         help="compare a recorded session with another version of the weights",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_replay_arguments(parser)
-    parser.set_defaults(run=_run)
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,3 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", "print JSON, with the log-probabilities of each token")
     add_trial_arguments(parser)
-
-
-def _run(_: argparse.Namespace) -> int:
-    become("proxy_ext.export.replay", "replay", extra="serve")

@@ -10,8 +10,8 @@ import argparse
 from functools import partial
 
 from any_agent.runtime.command_line import (
+    add_program,
     add_setting_arguments,
-    become,
     count,
     number,
     option,
@@ -41,15 +41,16 @@ Exit codes: 0 trained, 1 failed, 2 wrong input, 130 interrupted.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    add_program(
+        commands,
         "sft",
+        "trainer.sft",
+        add_sft_arguments,
+        extra="train",
         help="train a model on conversations, before or after reinforcement learning",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_sft_arguments(parser)
-    parser.set_defaults(run=_run)
 
 
 def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,3 @@ def _share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
     return value
-
-
-def _run(_: argparse.Namespace) -> int:
-    become("trainer.sft", "sft", extra="train")

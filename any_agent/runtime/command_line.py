@@ -309,16 +309,39 @@ def add_below(
     return parser
 
 
-def become(module: str, command: str, *, extra: str) -> NoReturn:
-    """Replace this program by a module's, which gets the arguments behind ``command``.
+def add_program(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    module: str,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    *,
+    help: str,
+    description: str,
+    epilog: str,
+    extra: str = "serve",
+) -> None:
+    """Add a command that a program of its own does, ``python -m MODULE``, with its arguments.
 
-    ConfigError if ``extra``, of which the module is a part, is not installed.
+    The texts are shown as they are written. ``extra`` is the one that the program is a part of:
+    without it the command is a ConfigError.
     """
-    require_installed(extra)
-    share_module_path()
-    arguments = sys.argv[sys.argv.index(command) + 1 :]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+    def become(_: argparse.Namespace) -> NoReturn:
+        require_installed(extra)
+        share_module_path()
+        arguments = sys.argv[sys.argv.index(name) + 1 :]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=become)
 
 
 def share_module_path() -> None:

@@ -14,7 +14,7 @@ from any_agent.cli.export import add_export_arguments
 from any_agent.errors import AnyAgentError, ConfigError, NotFound, StartupError, Unprocessable
 from any_agent.runtime.command_line import CommandParser, parse
 from any_agent.runtime.file_owner import no_access
-from proxy_ext.archive.records import ArchiveRecord, read_record
+from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.choice import Groups, is_candidate, score_of
 from proxy_ext.export.output import ExportOutput, output
 from proxy_ext.export.preferences import (
@@ -44,8 +44,11 @@ class Exporter:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._style = _style_of(arguments)
-        self._run = RunSessions.of(arguments, arguments.discount)
-        self._discount = self._run.discount
+        # Whoever names the folder and the discount needs no readable settings.
+        own = arguments.discount is None
+        self._run = RunSessions.of(arguments, settings=own)
+        discount = self._run.settings.train.discount if own else arguments.discount
+        self._discount = float(discount)
         self.sessions = self.archived = self.lines = self.problems = 0
         self.left_out: Counter[str] = Counter()
 
@@ -161,19 +164,14 @@ class Exporter:
     def _read(self, *, again: bool = False) -> Iterator[tuple[SessionRecord, ArchiveRecord]]:
         """Iterate over the sessions; ``again``: in whatever state, problems are known already."""
         report: Report = _nowhere if again else self.report
-        for found in self._run.records(report, ExportFilter() if again else None):
-            record = self._try(found, read_record, found.line, report)
-            if record is not None:
-                yield found, record
+        yield from self._run.read(report, ExportFilter() if again else None)
 
-    def _try(
-        self, found: SessionRecord, make: Callable[[A], T], value: A, report: Report | None = None
-    ) -> T | None:
+    def _try(self, found: SessionRecord, make: Callable[[A], T], value: A) -> T | None:
         """Return what ``make`` makes of a session; None, with a warning, if it cannot."""
         try:
             return make(value)
         except (ValueError, KeyError, AnyAgentError) as error:
-            (report or self.report)(f"session {found.session_id} is left out: {error}")
+            self.report(f"session {found.session_id} is left out: {error}")
             return None
 
     def _count(self, found: SessionRecord, lines: int = 0) -> None:

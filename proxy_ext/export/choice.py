@@ -23,6 +23,11 @@ def is_candidate(session: Mapping[str, Any], states: Sequence[str] | None) -> bo
     return bool(states) or (session["mode"] == "train" and session["state"] in _STATES)
 
 
+def group_of(session: Mapping[str, Any], session_id: str) -> str:
+    """Return a name of a session's group, else of its task's sessions, else its own id."""
+    return str(session["group_id"] or session["task_id"] or session_id)
+
+
 class Scored(NamedTuple):
     session_id: str
     score: float
@@ -44,8 +49,7 @@ class Groups:
 
     def add(self, session: Mapping[str, Any], score: float) -> None:
         """Add a session to its group, else to its task's sessions, else alone."""
-        group = session["group_id"] or session["task_id"] or session["id"]
-        self._groups[group].append(Scored(session["id"], score))
+        self._groups[group_of(session, session["id"])].append(Scored(session["id"], score))
 
     def best(self, count: int) -> set[str]:
         """Return the ids of so many sessions of each group, the earlier one of equal scores."""

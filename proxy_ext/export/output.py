@@ -72,7 +72,7 @@ def output(name: str) -> Iterator[ExportOutput]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise
         return
-    target = _plain_file(name)
+    target = plain_file(name)
     partial = None if target is None else target.with_name(f".partial-{target.name}")
     try:
         with _opened(name, partial or Path(name)) as file:
@@ -104,8 +104,11 @@ def _opened(name: str, path: Path) -> Iterator[BinaryIO]:
             file.close()
 
 
-def _plain_file(name: str) -> Path | None:
-    """Return the path of the file to replace or create; None for a pipe or a device."""
+def plain_file(name: str) -> Path | None:
+    """Return the path of the file to replace or create; None for a pipe or a device.
+
+    ConfigError for a folder, and for a file in a folder that is not there.
+    """
     try:
         mode = os.stat(name).st_mode
     except FileNotFoundError:

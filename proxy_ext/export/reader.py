@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from any_agent.auth.access import run_dir_of
-from any_agent.config import load_config
-from any_agent.errors import ConfigError
+from any_agent.config import Config, load_config
+from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.record import (
     InteractionTree,
     discarded,
@@ -52,26 +52,25 @@ class RunSessions:
     """The sessions of a run's ranks, as far as somebody wants them."""
 
     def __init__(
-        self, run_dir: RunDir, ranks: list[int], wanted: ExportFilter, discount: float
+        self, run_dir: RunDir, ranks: list[int], wanted: ExportFilter, settings: Config
     ) -> None:
         self.dir = run_dir
-        self.discount = discount
-        """The discount of rewards per turn."""
+        self.settings = settings
+        """The settings of the run's last start, as far as they had to be read."""
         self._ranks = ranks
         self._wanted = wanted
         self._progress_shown = time.monotonic()
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace, discount: float | None = None) -> RunSessions:
+    def of(cls, arguments: argparse.Namespace, *, settings: bool = True) -> RunSessions:
         """Return the sessions that a command line names; raises as :func:`ranks_of`.
 
-        ``discount``: None for the run's own.
+        ``settings``: False if the run's own are not needed, and need not be readable.
         """
         config = load_config(arguments.config, overrides_of(arguments))
         run_dir = run_dir_of(config)
         saved = run_dir.path / "config.yaml"
-        # Read only if needed: whoever names the folder and the discount needs no readable settings.
-        needed = run_dir.journals is None or discount is None
+        needed = run_dir.journals is None or settings
         last = load_config(saved, environ={}) if needed and saved.is_file() else config
         if run_dir.journals is None:
             # The journals lie where the run's last start kept them.
@@ -83,7 +82,7 @@ class RunSessions:
             )
         chosen = sorted(set(arguments.rank)) if arguments.rank else ranks
         wanted = ExportFilter(arguments.state or (), arguments.task, arguments.since)
-        return cls(run_dir, chosen, wanted, last.train.discount if discount is None else discount)
+        return cls(run_dir, chosen, wanted, last)
 
     def records(
         self, report: Report, wanted: ExportFilter | None = None
@@ -103,6 +102,18 @@ class RunSessions:
             if time.monotonic() - self._progress_shown > _PROGRESS_INTERVAL:
                 self._progress_shown = time.monotonic()
                 print(f"{number} sessions read so far", file=sys.stderr)
+
+    def read(
+        self, report: Report, wanted: ExportFilter | None = None
+    ) -> Iterator[tuple[SessionRecord, ArchiveRecord]]:
+        """Iterate over `records` with what their lines say; ``report`` gets damaged ones."""
+        for found in self.records(report, wanted):
+            try:
+                record = read_record(found.line)
+            except (ValueError, KeyError, AnyAgentError) as error:
+                report(f"session {found.session_id} is left out: {error}")
+                continue
+            yield found, record
 
 
 def ranks_of(run_dir: RunDir) -> list[int]:

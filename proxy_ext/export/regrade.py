@@ -9,22 +9,21 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from any_agent.cli.regrade import add_regrade_arguments
-from any_agent.config import load_config
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.record import lacks_texts
-from any_agent.runtime.atomic_files import owner_only
+from any_agent.runtime.atomic_files import owner_only, write_atomic
 from any_agent.runtime.command_line import CommandParser, guarded, parse, printable
-from proxy_ext.archive.records import ArchiveRecord, read_record
-from proxy_ext.export.choice import score_of
+from proxy_ext.archive.records import ArchiveRecord
+from proxy_ext.export.choice import group_of, score_of
+from proxy_ext.export.output import plain_file
 from proxy_ext.export.reader import RunSessions, credited
 from proxy_ext.sessions.grading import Grader, GraderFailed, graded
 from proxy_ext.sessions.rewards import combined
@@ -52,14 +51,14 @@ class Regrading:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._run = RunSessions.of(arguments)
-        saved = self._run.dir.path / "config.yaml"
-        settings = load_config(saved, environ={}) if saved.is_file() else None
-        self._weights = settings.sessions.reward_weights if settings is not None else {}
         workers = arguments.workers or os.cpu_count() or 1
         name = arguments.grader.replace(":", ".")
         self._grader = Grader(name, timeout=arguments.timeout, workers=workers)
         self._ahead = workers * _AHEAD
-        self._path = Path(arguments.out)
+        path = plain_file(arguments.out)
+        if path is None or arguments.out == "-":
+            raise ConfigError("--out must name a file, in which an interrupted run can go on")
+        self._path = path
         self.results: list[Regraded] = []
         self.earlier = self.problems = 0
         """Sessions that an earlier run has graded; sessions without a new reward, and damage."""
@@ -109,11 +108,7 @@ class Regrading:
         kept = [line for line in found if line["problem"] is None]
         if len(whole) < len(content) or len(kept) < len(found):
             # A line that was cut off, and sessions that are graded again.
-            partial = self._path.with_name(f".partial-{self._path.name}")
-            with open(partial, "wb", opener=owner_only) as out:
-                for line in (head, *kept):
-                    _write(out, line)
-            partial.replace(self._path)
+            write_atomic(self._path, b"".join(map(_line, (head, *kept))))
         for line in kept:
             self._take(line)
         self.earlier = len(kept)
@@ -123,7 +118,9 @@ class Regrading:
         """Yield each session's line, as its grade comes; few are in memory at once."""
         running: set[asyncio.Task[dict[str, Any]]] = set()
         try:
-            for record in self._records(done):
+            for found, record in self._run.read(self._report):
+                if found.session_id in done:
+                    continue
                 running.add(asyncio.create_task(self._grade(record)))
                 if len(running) >= self._ahead:
                     ended, running = await asyncio.wait(
@@ -137,17 +134,6 @@ class Regrading:
             for task in running:
                 task.cancel()
 
-    def _records(self, done: set[str]) -> Iterator[ArchiveRecord]:
-        for found in self._run.records(self._report):
-            if found.session_id in done:
-                continue
-            try:
-                record = read_record(found.line)
-            except (ValueError, KeyError) as error:
-                self._report(f"session {found.session_id} is left out: {error}")
-                continue
-            yield record
-
     async def _grade(self, record: ArchiveRecord) -> dict[str, Any]:
         session = record.session
         line = {name: session[name] for name in ("task_id", "group_id", "state")}
@@ -155,14 +141,14 @@ class Regrading:
         parts: Mapping[str | None, float] = {}
         problem = None
         try:
-            calls = credited(record, self._run.discount)
+            calls = credited(record, self._run.settings.train.discount)
             final = session["final_reward"]
             line["old"] = score_of(calls) if final is None else final
             if any(map(lacks_texts, calls.tree)):
                 raise GraderFailed("its texts were not stored (sessions.store_content)")
             async with self._grader.free:
                 parts = await self._grader.grade(graded(session, calls.tree))
-            line["new"] = combined(parts, self._weights)
+            line["new"] = combined(parts, self._run.settings.sessions.reward_weights)
         except (GraderFailed, ValueError, AnyAgentError) as error:
             problem = str(error)
         rewards = {name or "reward": value for name, value in parts.items()}
@@ -172,7 +158,7 @@ class Regrading:
         if line["problem"] is not None:
             self._report(f"session {line['session_id']}: {line['problem']}")
             return
-        group = line["group_id"] or line["task_id"] or line["session_id"]
+        group = group_of(line, line["session_id"])
         self.results.append(Regraded(line["session_id"], group, line["old"], line["new"]))
 
     def _report(self, problem: str) -> None:
@@ -241,8 +227,12 @@ def _flips(groups: Sequence[Sequence[Regraded]]) -> tuple[int, int]:
     return flips, pairs
 
 
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
 def _write(out: IO[bytes], line: Mapping[str, Any]) -> None:
-    out.write(json.dumps(line).encode() + b"\n")
+    out.write(_line(line))
     out.flush()
 
 

@@ -140,6 +140,13 @@ async def test_a_grader_that_is_none_is_refused_before_anything_is_read(
     assert not (rank.folder.parent / "regraded.jsonl").exists()
 
 
+@pytest.mark.parametrize("out", [".", "nowhere/regraded.jsonl", "-", "/dev/null"])
+async def test_what_is_no_file_to_go_on_with_is_refused(rank: Rank, out: str) -> None:
+    await recorded(rank, s1=("a", 3.0))
+    done = await regrade(rank, "my_graders.counted", "--out", out)
+    assert done.returncode == 2 and "--out" in done.stderr
+
+
 def test_the_summary_counts_ties_flips_and_groups_that_teach() -> None:
     given = [("a", "g", 0.0, 1.0), ("b", "g", 1.0, 1.0), ("c", "h", 0.5, 0.0), ("d", "h", 0.5, 1.0)]
     figures = summary_of([Regraded(*one) for one in (*given, ("e", "i", None, 1.0))])
