@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -47,14 +46,12 @@ class Trace:
                 self.moves[there, here] += 1
 
     async def of(self, request: Callable[[], Awaitable[Any]]) -> None:
-        """Trace until the request is answered, in every thread."""
-        threading.setprofile_all_threads(self) if sys.version_info >= (3, 12) else None
+        """Trace until the request is answered, on the event loop's thread."""
         sys.setprofile(self)
         try:
             await request()
         finally:
             sys.setprofile(None)
-            threading.setprofile_all_threads(None) if sys.version_info >= (3, 12) else None
 
     def show(self, name: str, *, whole: bool) -> None:
         files = Counter(file for file, _ in self.functions)

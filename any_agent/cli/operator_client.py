@@ -19,8 +19,8 @@ _URL_FROM = "ANY_AGENT_URL"
 """The only variable that names the service here: an operator's key must not reach what
 OPENAI_BASE_URL names, which may be another provider."""
 PATIENCE = 2.0
-_TIMEOUT = 15.0  # seconds that one answer may take
 """Seconds of retries while the service does not answer."""
+_TIMEOUT = 15.0  # seconds that one answer may take
 KEY_HELP = (
     f"Give it with --key, or in the environment variable {', '.join(OPERATOR_KEYS[:-1])} or "
     f"{OPERATOR_KEYS[-1]} (the last only if it holds a key of any-agent)."

@@ -458,12 +458,13 @@ class RLClient:
         refusal = errors.from_response(
             response.status_code, response.content, response.headers.get("retry-after")
         )
-        if refusal.message.startswith(f"there is no route {base}/"):
+        missing = refusal.message.removeprefix("there is no route ")
+        if missing.startswith(f"{base}/"):
             raise errors.WrongService(
                 f"{url}: {refusal.message}: name the service's own URL, not that of a rank, and a "
                 "service as new as this client"
             )
-        if refusal.message.startswith("there is no route "):
+        if missing != refusal.message:
             raise errors.WrongService(
                 f"{url} is not the URL of the service, only begins with it ({refusal.message}): "
                 "name it as http://host:port, with /v1 at most"

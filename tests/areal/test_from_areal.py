@@ -85,7 +85,7 @@ DOCUMENTED: dict[str, str] = {
         stats_logger.wandb stats_logger.swanlab stats_logger.tensorboard
     """,
 }
-"""What AReaL's documents name in code and tables, as of AReaL 1.0.4: each stands in a table."""
+"""The names in code and tables of AReaL 1.0.4's documents: each stands in a table of ours."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTED)

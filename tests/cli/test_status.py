@@ -92,7 +92,7 @@ def _with_trainer(state: str | None) -> dict[str, Any]:
 
 
 def test_slots_are_shown_as_the_trainer_gives_them() -> None:
-    """Where nothing trains not at all, unless an open waits."""
+    """A service that does not train shows no waits, unless an open waits."""
 
     def slots(run: dict[str, Any]) -> list[str]:
         return [text for _, text in screen(run, "http://x") if text.startswith("slots")]

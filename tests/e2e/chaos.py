@@ -341,7 +341,7 @@ def table(outcome: Outcome) -> list[str]:
 
 
 def told(outcome: Outcome) -> list[str]:
-    """What agents noticed, the run's figures, and each promise's breaches."""
+    """Print what agents noticed, the run's figures, and each promise's breaches."""
     ledger = outcome.ledger
     answers = [answer for _, _, answer in ledger.answers()]
     slowest = max((answer.seconds for answer in answers), default=0.0)

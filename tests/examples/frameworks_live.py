@@ -29,7 +29,7 @@ def test_the_example_trains(example: str, tool: str, more: list[str], tmp_path: 
 
 @pytest.mark.parametrize("example", ["mcp_tools", "openai_agents"])
 def test_an_example_on_the_agents_sdk_trains(example: str, tmp_path: Path) -> None:
-    """That of tools over MCP needs what is installed here, too: mcp."""
+    """The example of tools over MCP needs the package mcp, too, which is installed here."""
     more = ["rollout.max_concurrent=4"] if example == "mcp_tools" else []
     settings = small(tmp_path, "largest=4", *more)
     run = run_example(example, settings, tmp_path, environment_of="example-openai_agents")

@@ -1,4 +1,4 @@
-"""What each SDK is tried with: a step of its script, what the model says, and what comes of it."""
+"""The steps that each SDK is tried with: its script's, the model's answer, and the outcome."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.clients.client import Client
 
 CLIENTS = Path(__file__).parents[1]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-"""What the model writes to call the tool that every agent has here."""
+"""The model's text that calls the tool that every agent has here."""
 THOUGHTS = "<think>\nIt adds up.\n</think>\n\n"
 TURNS = ("5.", "6, I say.", "7")
 FIVE = "It is 5."
 ONCE, TWICE, CHAIN = {"first": 1}, {"first": 1, "exact": 1}, {"first": 1, "exact": 2}
-"""What is recorded of a session, by how its prompts came about."""
+"""The records of a session, by how its prompts came about."""
 Tokens = Callable[[str], int]
 
 

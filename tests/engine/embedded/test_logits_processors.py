@@ -206,7 +206,7 @@ async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> N
 async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
     engine: EmbeddedEngine, loaded: LoadedModel, ends: bool
 ) -> None:
-    """What was written so far must not pass for the whole; nor an end where it goes on."""
+    """A text so far must not pass for the whole, nor an end where the text goes on."""
     asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
     processor = await engine.make_processor(asked)
     assert processor is not None and processor.grammar is not None
