@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.auth.access import run_dir_of
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.engine.model_fingerprint import ModelFingerprint
@@ -41,6 +42,7 @@ from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import ConfiguredLiteLLMApp
 from proxy_ext.litellm_gate import LiteLLMGate
+from proxy_ext.litellm_proxy import SharedRedis
 from proxy_ext.metrics import exposition
 from proxy_ext.service import open_service
 from proxy_ext.web import permissions
@@ -138,6 +140,14 @@ async def show_metrics(service: Anyone) -> Response:
     return Response(merged(text.decode() for text in texts), media_type=CONTENT_TYPE)
 
 
+def _shared_redis(config: Config) -> SharedRedis | None:
+    """Return where LiteLLM may count for all ranks, if the service has a Redis."""
+    if config.server.journal is None:
+        return None
+    name = run_dir_of(config).full_name
+    return SharedRedis(config.server.journal.get_secret_value(), f"any-agent:{name}:litellm")
+
+
 def create_app(
     config: Config,
     chat: ChatFormat,
@@ -165,6 +175,7 @@ def create_app(
             ranks=config.server.ranks,
             guardrails=config.litellm.policy_guardrails,
             vetoes=config.litellm.policy_vetoes,
+            redis=_shared_redis(config),
             on_refused=lambda error: rank_app.refuse(error),
         )
     if provider is None:

@@ -91,12 +91,14 @@ class ConfiguredLiteLLMApp(LiteLLMApp):
         ranks: int,
         guardrails: Sequence[str] = (),
         vetoes: Sequence[str] = (),
+        redis: litellm_proxy.SharedRedis | None = None,
         on_refused: Callable[[ConfigError], None],
     ) -> None:
         """``policy``: the policy's names. ``guardrails``: the names of those that judge its calls.
-        ``vetoes``: those among them whose refusal of an answer is about its session.
+        ``vetoes``: those among them whose refusal of an answer is about its session. ``redis``:
+        where LiteLLM counts for all ranks, if its configuration names no Redis.
         ``on_refused`` is called with the error of a configuration that cannot be used."""
-        super().__init__(lambda: _warm(litellm_proxy.load_proxy(path)))
+        super().__init__(lambda: _warm(litellm_proxy.load_proxy(path, redis=redis)))
         self._path = path
         self._policy = policy
         self._ranks = ranks

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from any_agent.config.litellm import (
     POLICY,
@@ -36,6 +37,8 @@ CALL_ID = b"x-litellm-call-id"
 BEARER = b"Bearer sk-any-agent-has-judged-the-key"
 """The authorization that LiteLLM's app gets in the place of a client's key."""
 _LIMITS = ("rpm", "tpm", "max_parallel_requests")
+_ONE_SERVER = ("redis", "rediss", "unix")
+"""Schemes of the URLs that name one Redis server."""
 _expected: dict[str, AnswerFacts] = {}
 """The answers that calls under way wait for, by the call's id."""
 _NOT_SERVED = ("CORSMiddleware",)
@@ -72,13 +75,27 @@ class AnswerFacts:
     LiteLLM's own would be an estimate."""
 
 
-def load_proxy(path: str) -> Any:
-    """Import LiteLLM's app, which reads the configuration at its start-up."""
+@dataclass(frozen=True, slots=True)
+class SharedRedis:
+    """The service's own Redis, in which LiteLLM may count for all ranks."""
+
+    url: str
+    namespace: str
+    """The beginning of the keys there."""
+
+
+def load_proxy(path: str, *, redis: SharedRedis | None = None) -> Any:
+    """Import LiteLLM's app, which reads the configuration at its start-up.
+
+    With ``redis`` its limits, cooldowns and budgets are counted there, unless the configuration or
+    the environment names a Redis for LiteLLM.
+    """
     # Prices come from the package: no start waits for a network.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_LOG", "ERROR")
     os.environ["CONFIG_FILE_PATH"] = os.path.abspath(path)
-    if url := database_url(read_litellm_config(path), os.environ):
+    data = read_litellm_config(path)
+    if url := database_url(data, os.environ):
         # LiteLLM's command line does the same; its app reads nothing but the variable.
         os.environ["DATABASE_URL"] = url
     # LiteLLM requires a master key, which is never asked for: `_identify` says who calls.
@@ -92,8 +109,50 @@ def load_proxy(path: str) -> Any:
     litellm.user_url_validation = True
     proxy_server.general_settings["disable_model_info_refresh"] = True
     quieten()
+    if redis is not None and not names_redis(data):
+        _count_in(redis)
     close_to_browsers(proxy_server.app)
     return proxy_server.app
+
+
+def names_redis(data: Mapping[str, Any]) -> bool:
+    """Return whether a configuration, or the environment, names a Redis for LiteLLM's counters."""
+    from litellm.proxy.proxy_server import environment_has_redis_connection_target
+
+    general, router, settings = (
+        data.get(section) or {}
+        for section in ("general_settings", "router_settings", "litellm_settings")
+    )
+    cache = (settings.get("cache_params") or {}).get("type")
+    return bool(
+        general.get("coordination_redis")
+        or router.get("redis_url")
+        or router.get("redis_host")
+        or (settings.get("cache") and cache == "redis")
+        or environment_has_redis_connection_target()
+    )
+
+
+def _count_in(redis: SharedRedis) -> None:
+    """Have LiteLLM count in the service's Redis; without it each rank enforces its share."""
+    if urlsplit(redis.url).scheme not in _ONE_SERVER:
+        log.info(
+            "LiteLLM does not count in server.journal, which is a cluster or behind Sentinels: "
+            "general_settings.coordination_redis names a Redis for it"
+        )
+        return
+    from litellm.proxy import proxy_server
+
+    options = {"url": redis.url, "namespace": redis.namespace}
+    try:
+        cache = proxy_server.build_redis_usage_cache(options)
+        # A login may be one for the journal's commands and keys alone.
+        cache.redis_client.set(f"{redis.namespace}:try", 1, ex=1)
+    except Exception as error:
+        log.warning("LiteLLM cannot count in server.journal (%s)", type(error).__name__)
+        return
+    proxy_server._attach_redis_usage_cache(cache, enable_redis_auth_cache=False)
+    proxy_server._set_redis_usage_cache(cache)
 
 
 def is_litellms(app: Any) -> bool:
@@ -137,7 +196,7 @@ def adopt(path: str, policy: frozenset[str], *, ranks: int) -> None:
     if ranks == 1:
         return
     if router.cache.redis_cache is not None:
-        log.info("LiteLLM's limits, cooldowns and cache are shared by Redis")
+        log.info("LiteLLM's limits, cooldowns and budgets are counted in Redis for all ranks")
         return
     shared = 0
     for deployment in router.model_list:
@@ -147,7 +206,7 @@ def adopt(path: str, policy: frozenset[str], *, ranks: int) -> None:
                     part[name] = math.ceil(part[name] / ranks)
                     shared += 1
     log.info(
-        "LiteLLM has no Redis (litellm_settings.cache or router_settings.redis_host): each of %d "
+        "LiteLLM has no Redis (server.journal or router_settings.redis_host): each of %d "
         "ranks enforces its share of %d rpm, tpm and parallel limits, and has cooldowns and a "
         "cache of its own",
         *(ranks, shared),

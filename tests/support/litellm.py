@@ -169,13 +169,14 @@ async def rank(
     own: Mapping[str, Any] | None = None,
     number: int = 0,
     ranks: int = 1,
+    journal: str | None = None,
     **sections: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A rank of ours with the same configuration, LiteLLM started; the environment is the
     caller's."""
     folder = path.parent / "ours"
     folder.mkdir(exist_ok=True)
-    server = {"ranks": ranks, "admin_key": ADMIN}
+    server = {"ranks": ranks, "admin_key": ADMIN, "journal": journal}
     section = {"config": str(path), **(own or {})}
     config = write_config(folder, model, litellm=section, server=server, **sections)
     context = proxy_process(config, engine_url, own_port(), "--rank", str(number))
