@@ -105,7 +105,7 @@ def test_what_was_acknowledged_outlives_a_lost_machine_or_a_failing_redis(
         engine.pace = PACE
         proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, server.url, *SETTINGS, LEASE)
         target = proxy if victim == "machine" else FailingRedis(server, rng)
-        check(proxy, engine, target, agents, kills, figure)
+        check(f"{victim} lost", proxy, engine, target, agents, kills, figure)
 
 
 @pytest.mark.timeout(1800)
@@ -134,10 +134,10 @@ def test_a_rank_goes_on_after_its_redis_was_out_of_reach(
         }
         refused = FULL if how == "full" else AWAY
         outage = Outage(*ways[how], seconds, proxy.url, refused)
-        check(proxy, engine, outage, agents, 2, figure)
+        check(f"redis {how} for {seconds:g} s", proxy, engine, outage, agents, 2, figure)
         figure(
-            f"{len(outage.reads)} reads meanwhile, the slowest {max(outage.reads):.2f} s; "
-            f"{len(outage.refusals)} writes refused, the slowest after "
+            f"redis {how}: {len(outage.reads)} reads meanwhile, the slowest "
+            f"{max(outage.reads):.2f} s; {len(outage.refusals)} writes refused, the slowest after "
             f"{max(outage.refusals):.2f} s"
         )
         assert max(outage.reads) < 2
@@ -145,6 +145,7 @@ def test_a_rank_goes_on_after_its_redis_was_out_of_reach(
 
 
 def check(
+    what: str,
     proxy: MovingProxy,
     engine: Any,
     target: Killable,
@@ -165,8 +166,11 @@ def check(
     finally:
         Killable.kill(proxy)
     config = config_for(proxy.disk.parent, f"server.journal_dir={proxy.disk}")
-    figure(f"longest away {max(away):.2f} s")
-    judge(load, engine, counters, trial_dir(config), away, figure)
+    found: list[str] = []
+    try:
+        judge(load, engine, counters, trial_dir(config), away, found.append)
+    finally:
+        figure(f"{what} {kills} times, away {max(away):.2f} s at most: {'; '.join(found[:2])}")
 
 
 @pytest.mark.timeout(1800)

@@ -34,7 +34,17 @@ from any_agent.rundir.layout import RunDir, published_versions
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.command_line import say
 from any_agent.types import SessionState
-from tests.e2e.chaos import Chaos, Outcome, Plan, beside, chaos_config, judged, told
+from tests.e2e.chaos import (
+    Chaos,
+    Outcome,
+    Plan,
+    arguments_of,
+    beside,
+    chaos_config,
+    judged,
+    record_outcome,
+    told,
+)
 from tests.support.e2e import audit
 from tests.support.e2e.crowd import Crowd
 
@@ -203,13 +213,18 @@ class ChangingFleet(Chaos):
 def main() -> int:
     parser = argparse.ArgumentParser(description="Add and drain ranks under load.")
     parser.add_argument("--long", action="store_true", help="4 to 6 to 2 ranks instead of 2, 3, 1")
-    parser.add_argument("--agents", type=int, help="at work at once (default 12, long 32)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
-    arguments = parser.parse_args()
-    sizes, agents = (LONG, 32) if arguments.long else (SHORT, 12)
-    plan = Plan(0, arguments.agents or agents, arguments.seed, steps=0, limit=1800)
-    return judged(lambda root: run_fleet(root, plan, sizes, say), told, arguments.keep)
+    arguments = arguments_of(parser, agents=16)
+    sizes = LONG if arguments.long else SHORT
+    plan = Plan(0, arguments.agents, arguments.seed, steps=0, limit=1800)
+
+    def run(root: Path) -> Outcome:
+        outcome = run_fleet(root, plan, sizes, say)
+        if arguments.record:
+            form = f"{sizes.first} to {sizes.most} to {sizes.last} ranks"
+            record_outcome("tests/e2e/fleet.py", form, outcome, [*outcome.figures.values()])
+        return outcome
+
+    return judged(run, told, arguments.keep)
 
 
 if __name__ == "__main__":

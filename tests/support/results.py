@@ -20,7 +20,7 @@ RESULTS = Path(os.environ.get("RESULTS_LOG", ROOT / "tests" / "results.jsonl"))
 _DOCUMENT = ROOT / "docs" / "reference" / "reliability.md"
 FIGURE = "figure"
 """Under this name a proof's report brings what it measured."""
-_MOST_FIGURES = 3
+_MOST_FIGURES = 9
 _TEST = re.compile(r"^test_\w+(\[.*?\])?: ")
 """Stands before a figure at the end of pytest's output."""
 _NOT_CODE = ("tests/results.jsonl", "tests/flaky.jsonl", "docs/reference/reliability.md")

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ def killed_while_it_holds(run: Run) -> int:
 # -- open sessions ---------------------------------------------------------------------------------
 
 
-async def test_all_ranks_together_never_open_more_sessions_than_the_limit(run: Run) -> None:
+async def test_all_ranks_together_never_open_more_sessions_than_the_limit(
+    run: Run, figure: Callable[[str], None]
+) -> None:
     """Eight ranks open and end sessions at random, and some openers leave."""
     ranks, chance = await run.ranks(open_sessions=LIMIT), random.Random(1)
     most, refused, left = 0, 0, 0
@@ -122,6 +124,7 @@ async def test_all_ranks_together_never_open_more_sessions_than_the_limit(run: R
                 rank.end()
 
     await asyncio.gather(*(work(rank) for rank in ranks for _ in range(3)))
+    figure(f"{len(ranks)} ranks, limit {LIMIT}: at most {most} open, {refused} refused")
     # Openings that are on their way or were given up hold a place, too.
     assert (most > 0.9 * LIMIT, refused > 100, left > 200) == (True, True, True), most
     for rank in ranks:
@@ -207,7 +210,7 @@ async def test_a_rank_that_is_silent_for_good_is_forgotten(run: Run) -> None:
 # -- rates -----------------------------------------------------------------------------------------
 
 
-async def test_requests_of_all_ranks_keep_the_rate(run: Run) -> None:
+async def test_requests_of_all_ranks_keep_the_rate(run: Run, figure: Callable[[str], None]) -> None:
     """All ranks ask as fast as they can; every time is the server's, so that none is a guess."""
     ranks = await run.ranks(requests_per_second=RATE)
     # Of the burst nearly all, so that the bucket is never full again.
@@ -225,7 +228,12 @@ async def test_requests_of_all_ranks_keep_the_rate(run: Run) -> None:
     await asyncio.gather(*(hammer(rank) for rank in ranks for _ in range(2)))
     end = run.stored("rates")
     seconds, level = float(end["at"]) - began, float(end["requests"])
-    assert admitted + level == pytest.approx(BURST_SECONDS * RATE + RATE * seconds, abs=0.01)
+    allowance = BURST_SECONDS * RATE + RATE * seconds
+    figure(
+        f"{RATE} requests a second: {admitted} admitted in {seconds:.2f} s of {allowance:.1f} "
+        f"allowed, {refused} refused"
+    )
+    assert admitted + level == pytest.approx(allowance, abs=0.01)
     assert level < 0.05 * admitted
     assert refused > admitted
     assert all(rank.quotas.exact for rank in ranks)
