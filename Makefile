@@ -98,7 +98,7 @@ learn: $(DEV) ## check over many seeds that models learn: the demo's, its contro
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
 	$(call apt,redis-server,redis-server)
 	@$(RUN) tests/e2e/chaos.py --record $(ARGS)
-	@$(RUN) tests/e2e/fleet.py --long --record
+	@$(RUN) tests/e2e/fleet.py --long --agents 32 --record
 	@$(RUN) -m pytest tests/chaos tests/laws tests/e2e/test_launcher_killed.py tests/e2e/test_run_removed.py \
 	  tests/proxy_ext/web/test_shared_quotas.py tests/proxy_ext/journal/test_redis_writers.py --long --record --timeout 3600 $(PROOFS)
 	@$(RUN) -m pytest tests/chaos --journal redis --timeout 3600 $(PROOFS)
