@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from any_agent.config import TrainConfig
+from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import NamedRegistry
 
 STD_FLOOR = 1e-4  # added to the standard deviation before dividing, as in TRL
@@ -24,11 +25,13 @@ class SessionRewards:
 
     ``rewards`` are r(i), after propagation through the tree. ``counted`` marks the interactions
     that are trainable in kind and not discarded; only those make the score and get an advantage.
-    Staleness does not matter here: it is masked later.
+    Staleness does not matter here: it is masked later. ``tokens`` are those that each interaction
+    sampled.
     """
 
     rewards: Sequence[float]
     counted: Sequence[bool]
+    tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if len(self.rewards) != len(self.counted):
@@ -46,6 +49,11 @@ class SessionRewards:
         """
         counted = [r for r, c in zip(self.rewards, self.counted, strict=True) if c]
         return math.fsum(counted) / len(counted) if counted else None
+
+    @property
+    def length(self) -> int:
+        """The tokens that the counted interactions sampled."""
+        return sum(n for n, c in zip(self.tokens, self.counted, strict=True) if c)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,55 @@ def batch_advantages_of_groups(
     return _from_baselines(groups, baselines, stays, config.normalize_std)
 
 
+@register_advantage_estimator("opo")
+def length_weighted_advantages(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
+) -> list[GroupAdvantages]:
+    """Compute ``A(i) = r(i) - b`` with ``b = sum(l s) / sum(l)`` over the group's sessions of score
+    s and l sampled tokens: the baseline of least variance where a session's gradient grows with its
+    length.
+
+    Groups of one and groups without variance are treated as in :func:`group_advantages`.
+
+    Source: OPO (arXiv 2505.23585), over sessions instead of single completions.
+    """
+    _, stays, _ = _pools(groups)
+    every = [s for group, stay in zip(groups, stays, strict=True) if stay for s in group]
+    baselines = [
+        [_mean_by_length(every if len(group) == 1 else group)] * len(group) for group in groups
+    ]
+    return _from_baselines(groups, baselines, stays, config.normalize_std)
+
+
+@register_advantage_estimator("maxrl")
+def success_advantages(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
+) -> list[GroupAdvantages]:
+    """Compute ``A(i) = (r(i) - b) / b``, b the mean score of the group: with rewards of 0 and 1 the
+    gradient approaches that of the log of the chance to succeed, so that rare successes weigh more.
+
+    Groups of one and groups without variance are treated as in :func:`group_advantages`. Raises
+    ConfigError for a negative score.
+
+    Source: MaxRL (arXiv 2602.02710), over sessions instead of single completions.
+    """
+    pools, stays, _ = _pools(groups)
+    out = []
+    for group, pool, stay in zip(groups, pools, stays, strict=True):
+        if min(pool, default=0.0) < 0:
+            raise ConfigError(
+                f"train.advantage_estimator=maxrl divides by the mean score of a group, and a "
+                f"session scored {min(pool):g}: give rewards of 0 and above, or use another one"
+            )
+        baseline, _ = _mean_and_std(pool)
+        own = _mean_and_std(_pool(group))
+        scale = baseline if baseline else 1.0
+        advantages = tuple(_of_session(s, baseline, 0.0, scale, stay) for s in group)
+        scores = tuple(s.score for s in group)
+        out.append(GroupAdvantages(advantages, scores, *own, not stay, scale))
+    return out
+
+
 def _from_baselines(
     groups: Sequence[Sequence[SessionRewards]],
     baselines: Sequence[Sequence[float | None]],
@@ -224,6 +281,13 @@ def _pools(
 def _pool(group: Sequence[SessionRewards]) -> list[float]:
     """Return the scores that a group's baseline and deviation are taken over."""
     return [score for session in group if (score := session.score) is not None]
+
+
+def _mean_by_length(sessions: Sequence[SessionRewards]) -> float | None:
+    """Return the mean of scores, each weighted by its session's tokens; None without any."""
+    pairs = [(s.length, score) for s in sessions if (score := s.score) is not None]
+    total = sum(length for length, _ in pairs)
+    return math.fsum(length * score for length, score in pairs) / total if total else None
 
 
 def _mean_of_others(pool: Sequence[float], score: float | None) -> float | None:

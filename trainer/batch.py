@@ -92,6 +92,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
                 for row in session.rows
             ],
             counted=[bool(row["loss_mask"].any()) for row in session.rows],
+            tokens=[int(row["loss_mask"].sum()) for row in session.rows],
         )
     nodes = session.interactions
     r = propagate_rewards(nodes, discount=config.discount, final_reward=session.final_reward)
@@ -102,6 +103,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
             for node in nodes
         ],
         counted=[node.trainable and node.id not in gone for node in nodes],
+        tokens=[len(node.output_ids) for node in nodes],
     )
 
 

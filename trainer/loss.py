@@ -104,6 +104,9 @@ class LossInputs:
     optimizer step. None: 0, on the first step."""
     sequence_log_weight: Tensor | None = None
     """The mean over the row's trained tokens of log pi_prox - log mu."""
+    sequence_clipped_ratio: Tensor | None = None
+    """The mean over the row's trained tokens of :func:`clipped_log_ratio`, at the beginning of this
+    optimizer step. None: 0, on the first step."""
     high_entropy: Tensor | None = None
     """1 for the tokens that have a surrogate, 0 for the others. None: all have one."""
     fresh: Tensor | None = None
@@ -193,7 +196,7 @@ LOSSES: NamedRegistry[Loss] = NamedRegistry(
     "train.loss",
     **{
         name: f"trainer.surrogates.{name}"
-        for name in ("grpo", "gspo", "cispo", "sapo", "vespo", "reinforce")
+        for name in ("grpo", "gspo", "gmpo", "dppo", "cispo", "sapo", "vespo", "reinforce")
     },
 )
 
@@ -225,6 +228,8 @@ class PolicyLoss:
     surrogate: SurrogateFunction
     sequence_ratio: bool = False
     """The surrogate uses ``sequence_log_ratio``."""
+    clipped_ratio: bool = False
+    """The surrogate uses ``sequence_clipped_ratio``."""
     sequence_product: bool = False
     """The surrogate uses ``sequence_product``, which has the importance weights in it."""
 
@@ -305,6 +310,11 @@ def needs_sequence_ratio(config: LossConfig) -> bool:
     return uses or config.off_policy_threshold is not None
 
 
+def needs_clipped_ratio(config: LossConfig) -> bool:
+    """Return whether the loss needs ``sequence_clipped_ratio`` after the first step on a batch."""
+    return bool(getattr(LOSSES.find(config.name), "clipped_ratio", False))
+
+
 def needs_sequence_product(config: LossConfig) -> bool:
     """Return whether the loss needs ``sequence_product``."""
     return bool(getattr(LOSSES.find(config.name), "sequence_product", False))
@@ -327,6 +337,16 @@ def importance_weight(
     if config.is_mode == "mask":
         return raw.masked_fill(beyond, 0.0), beyond
     return raw.clamp(config.is_floor, config.is_cap), beyond
+
+
+def clipped_log_ratio(
+    logprobs: Tensor, proximal: Tensor, advantages: Tensor, config: LossConfig
+) -> Tensor:
+    """Return ``log pi_theta - log pi_prox`` [n], where the advantage is positive at most
+    ``eps_high``, elsewhere at least ``-eps_low``."""
+    ratio = logprobs - proximal
+    low, high = ratio.clamp(min=-config.eps_low), ratio.clamp(max=config.eps_high)
+    return torch.where(advantages > 0, high, low)
 
 
 def off_policy(inputs: LossInputs, config: LossConfig) -> Tensor:
@@ -397,6 +417,7 @@ _TITLES = {
     **{"reference": "reference log-probability", "advantages": "advantage"},
     **{"token_weights": "token's weight", "high_entropy": "choice by entropy"},
     **{"sequence_log_ratio": "row's log ratio", "sequence_log_weight": "row's log weight"},
+    **{"sequence_clipped_ratio": "row's clipped ratio"},
     **{"sequence_product": "row's product of ratios", "fresh": "mark of fresh tokens"},
 }
 

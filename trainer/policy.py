@@ -20,6 +20,7 @@ from trainer.loss import (
     LossConfig,
     LossInputs,
     LossStats,
+    needs_clipped_ratio,
     needs_sequence_product,
     needs_sequence_ratio,
     needs_sequence_weight,
@@ -34,6 +35,7 @@ from trainer.updates import (
     ReferenceLogprobs,
     Snapshot,
     StepConfig,
+    with_clipped_ratios,
     with_high_entropies,
     with_sequence_means,
     with_sequence_products,
@@ -272,11 +274,15 @@ class Policy:
         if config.top_entropy < 1:
             entropies = self._of_rows(self.runner.entropies, rows, *how)
             rows = with_high_entropies(rows, entropies, config.top_entropy, self.world)
-        ratio, product = needs_sequence_ratio(config), needs_sequence_product(config)
-        if product or (ratio and not first):
+        ratio = needs_sequence_ratio(config) and not first
+        clipped = needs_clipped_ratio(config) and not first
+        product = needs_sequence_product(config)
+        if product or ratio or clipped:
             now = self._of_rows(self.runner.logprobs, rows, *how)
-            if ratio and not first:
+            if ratio:
                 rows = with_sequence_means(rows, "sequence_log_ratio", now, "proximal")
+            if clipped:
+                rows = with_clipped_ratios(rows, now, config)
             if product:
                 rows = with_sequence_products(rows, now, config)
         return replace(work, rows=rows)

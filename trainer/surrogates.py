@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainer.loss import LossConfig, LossInputs, PolicyLoss, Surrogate
+from trainer.loss import LossConfig, LossInputs, PolicyLoss, Surrogate, clipped_log_ratio
 
 
 @PolicyLoss
@@ -46,6 +46,40 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
     if config.dual_clip is not None:
         is_high |= (ratio > config.dual_clip) & (advantages < 0)
     return Surrogate(loss, ratio, is_low, is_high)
+
+
+@partial(PolicyLoss, clipped_ratio=True)
+def gmpo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig) -> Surrogate:
+    """Weigh a row by the geometric mean of its tokens' ratios, each clipped by itself:
+    ``s = -g A`` with ``g = exp(mean(c))`` over the row, c the token's ``log rho``, where A is
+    positive at most ``eps_high``, else at least ``-eps_low``. A clipped token has no gradient.
+
+    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
+    """
+    clipped = clipped_log_ratio(logprobs.detach(), proximal, inputs.advantages, config)
+    inside = clipped == logprobs.detach() - proximal
+    ratio = torch.where(inside, torch.exp(logprobs - logprobs.detach()), 1.0)
+    if inputs.sequence_clipped_ratio is not None:
+        ratio = ratio * torch.exp(inputs.sequence_clipped_ratio)
+    loss, positive = -ratio * inputs.advantages, inputs.advantages > 0
+    return Surrogate(loss, ratio, ~inside & ~positive, ~inside & positive)
+
+
+@PolicyLoss
+def dppo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig) -> Surrogate:
+    """Leave out the tokens whose probability has moved too far from mu's already, in the direction
+    of their advantage: ``s = -rho A``, and 0 where A is positive and ``pi_theta - mu > eps_high``,
+    or A is negative and ``mu - pi_theta > eps_low``.
+
+    The bound is one of probabilities, an estimate of the total variation, not of their ratio.
+
+    Source: Divergence Proximal Policy Optimization (arXiv 2602.04879), by binary total variation.
+    """
+    ratio = torch.exp(logprobs - proximal)
+    moved = torch.exp(logprobs.detach()) - torch.exp(inputs.behaviour)
+    high = (inputs.advantages > 0) & (moved > config.eps_high)
+    low = (inputs.advantages < 0) & (-moved > config.eps_low)
+    return Surrogate((-ratio * inputs.advantages).masked_fill(low | high, 0.0), ratio, low, high)
 
 
 @PolicyLoss

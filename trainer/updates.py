@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.loss import LossConfig, LossInputs, importance_weight
+from trainer.loss import LossConfig, LossInputs, clipped_log_ratio, importance_weight
 from trainer.packing import Pass, Shape, dealt, tie
 from trainer.rows import Row, at_trained, count_trained, trained_positions, with_values
 from trainer.world import World, gathered, local_part
@@ -87,6 +87,21 @@ def with_sequence_means(
         differences = values - row[base][row["loss_mask"].bool()]
         mean = differences.double().sum() / max(len(values), 1)
         out.append(row | {name: mean.to(values.dtype)})
+    return out
+
+
+def with_clipped_ratios(
+    rows: Sequence[Row], logprobs: Sequence[Tensor], config: LossConfig
+) -> list[Row]:
+    """Return the rows with the mean over their trained tokens of the clipped log ratio of
+    ``logprobs``, which are those of pi_theta."""
+    out = []
+    for row, values in zip(rows, logprobs, strict=True):
+        inputs = LossInputs.of(at_trained(row, trained_positions(row)))
+        proximal = values if inputs.proximal is None else inputs.proximal
+        clipped = clipped_log_ratio(values, proximal, inputs.advantages, config).double()
+        mean = clipped.sum() / max(len(values), 1)
+        out.append(row | {"sequence_clipped_ratio": mean.to(values.dtype)})
     return out
 
 

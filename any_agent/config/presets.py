@@ -29,11 +29,17 @@ PRESETS: Mapping[str, Preset] = {
     "dapo": Preset("grpo", "grpo"),
     # The paper's mean over sequences; a row is the sequence whose ratio is clipped.
     "gspo": Preset("grpo", "gspo", {"aggregation": "turn"}),
+    # As the paper's mean over sequences of geometric means.
+    "gmpo": Preset("grpo", "gmpo", {"aggregation": "turn"}),
+    "dppo": Preset("grpo", "dppo"),
     "cispo": Preset("grpo", "cispo"),
     "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
     "vespo": Preset("grpo", "vespo"),
     # An output is one action: its log-probability is the sum over its tokens, not their mean.
     "rloo": Preset("rloo", "reinforce", {"aggregation": "constant"}),
+    # As for RLOO: the baseline is the best one for the gradient of a whole output's sum.
+    "opo": Preset("opo", "reinforce", {"aggregation": "constant"}),
+    "maxrl": Preset("maxrl", "grpo"),
     # The paper's divergence is a penalty in the reward (kl_reward_coef), or k2 in the loss.
     "reinforce_pp": Preset("reinforce_pp", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}),
     "reinforce_pp_baseline": Preset(
@@ -44,6 +50,8 @@ _COMMON: Mapping[str, Any] = {"aggregation": "token", "kl_estimator": "k3"}
 _OF_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"normalize_std": "group"},
     "rloo": {"normalize_std": "none"},
+    "opo": {"normalize_std": "none"},
+    "maxrl": {"normalize_std": "none"},
     "reinforce_pp": {"normalize_std": "batch"},
     "reinforce_pp_baseline": {"normalize_std": "batch"},
 }
@@ -51,6 +59,10 @@ _OF_LOSSES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"eps_low": 0.2, "eps_high": 0.28, "is_level": "token"},
     # Ratios of sequences are near 1; the importance weight is of the same kind.
     "gspo": {"eps_low": 3e-4, "eps_high": 4e-4, "is_level": "sequence"},
+    # Of log ratios: the paper's, a wider room than of ratios.
+    "gmpo": {"eps_low": 0.4, "eps_high": 0.4, "is_level": "sequence"},
+    # Of probabilities: the paper's.
+    "dppo": {"eps_low": 0.15, "eps_high": 0.15, "is_level": "token"},
     # The weight is bounded above, at 5, and not below.
     "cispo": {"eps_low": 1.0, "eps_high": 4.0, "is_level": "token"},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "is_level": "token"},
@@ -148,10 +160,10 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
             "train.is_level=sequence contradicts train.loss=vespo, which multiplies the weights of "
             "a row's tokens: leave it out"
         )
-    if loss == "gspo" and c["is_level"] == "token" and c["is_mode"] == "mask":
+    if loss in ("gspo", "gmpo") and c["is_level"] == "token" and c["is_mode"] == "mask":
         yield (
-            "train.is_level=token masks single tokens, but train.loss=gspo takes or leaves a row "
-            "as a whole: set train.is_level=sequence, or train.is_mode=truncate"
+            f"train.is_level=token masks single tokens, but train.loss={loss} takes or leaves a "
+            "row as a whole: set train.is_level=sequence, or train.is_mode=truncate"
         )
     if c["kl_estimator"] is not None and not c["kl_coef"]:
         yield (
@@ -168,6 +180,14 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
 def _in_the_batch(c: Mapping[str, Any]) -> Iterator[str]:
     estimator, mean, length = c["advantage_estimator"], c["aggregation"], c["overlong_length"]
     known = _OF_ESTIMATORS.get(estimator, _OF_ESTIMATORS["grpo"])
+    if estimator == "maxrl":
+        others = {"normalize_std": "none", "kl_reward_coef": 0, "overlong_length": None}
+        for name, value in others.items():
+            if c[name] != value:
+                yield (
+                    f"train.{name} contradicts train.advantage_estimator=maxrl, which divides by "
+                    "the mean of rewards of 0 and above: leave it out"
+                )
     if c["normalize_std"] == "group" and known["normalize_std"] != "group":
         yield (
             f"train.normalize_std=group contradicts train.advantage_estimator={estimator}: set "

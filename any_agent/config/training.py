@@ -164,21 +164,26 @@ class TrainConfig(Section):
         "dr_grpo",
         "dapo",
         "gspo",
+        "gmpo",
+        "dppo",
         "cispo",
         "sapo",
         "vespo",
         "rloo",
+        "opo",
+        "maxrl",
         "reinforce_pp",
         "reinforce_pp_baseline",
     ] = "grpo"
     """The algorithm, by name: it chooses the settings from here to `train.kl_estimator` that are
     not given. docs/reference/algorithms.md has them all."""
     advantage_estimator: str = ""
-    """The advantage estimator: `grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, or your
-    own, by its registered name or as `package.module.function`. Empty: the preset's."""
+    """The advantage estimator: `grpo`, `rloo`, `opo`, `maxrl`, `reinforce_pp`,
+    `reinforce_pp_baseline`, or your own, by its registered name or as `package.module.function`.
+    Empty: the preset's."""
     loss: str = ""
-    """The loss: `grpo`, `gspo`, `cispo`, `sapo`, `vespo`, `reinforce`, or your own, by its
-    registered name or as `package.module.function`. Empty: the preset's."""
+    """The loss: `grpo`, `gspo`, `gmpo`, `dppo`, `cispo`, `sapo`, `vespo`, `reinforce`, or your own,
+    by its registered name or as `package.module.function`. Empty: the preset's."""
     dynamic_sampling: Literal["refill", "drop", "keep"] = "refill"
     """The fate of a group whose sessions all score the same, and which teaches nothing. `refill`:
     another one takes its place (DAPO), so that a step needs more sessions the harder or the easier
@@ -204,9 +209,11 @@ class TrainConfig(Section):
     overlong_penalty: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The largest penalty. null: 1."""
     eps_low: float | None = Field(None, ge=0, le=1)
-    """The probability ratio is clipped below 1 - eps_low. null: the loss's, 0.2 with `grpo`."""
+    """The probability ratio is clipped below 1 - eps_low; its logarithm below -eps_low with `gmpo`;
+    `dppo` bounds the fall of the probability itself. null: the loss's, 0.2 with `grpo`."""
     eps_high: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """The probability ratio is clipped above 1 + eps_high. null: the loss's, 0.28 with `grpo`."""
+    """The same above: 1 + eps_high, eps_high with `gmpo`, and the rise of the probability with
+    `dppo`. null: the loss's, 0.28 with `grpo`."""
     dual_clip: float | None = Field(None, gt=1, allow_inf_nan=False)
     """The ratio above which the losses `grpo` and `gspo` clip negative advantages, too; 3 is usual.
     null: they are not clipped above."""
@@ -232,7 +239,7 @@ class TrainConfig(Section):
     """The fate of an importance weight beyond these bounds: it becomes the bound, or 0."""
     is_level: Literal["token", "sequence"] | None = None
     """Importance weights are those of single tokens, or the geometric mean over each row (one more
-    forward pass). null: `sequence` with the loss `gspo`, else `token`."""
+    forward pass). null: `sequence` with the losses `gspo` and `gmpo`, else `token`."""
     off_policy_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Nats: a row of negative advantage is not trained on where mu exceeds the policy by more, on
     the mean over its tokens (DeepSeek-V3.2; one more forward pass). null: all rows are."""
