@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from any_agent.cli.export import add_session_filters
 from any_agent.runtime.command_line import (
     add_program,
     add_trial_arguments,
@@ -20,6 +21,7 @@ _DESCRIPTION = """\
 Compare a recorded session with other weights: the log-probabilities of the recorded answers under
 them, token by token in the recorded context, and their own answers to the recorded prompts. The
 session is read from the journals and archives, whether the service runs or not; nothing changes.
+With --all, or options that choose sessions, many are compared by their log-probabilities alone.
 """
 _EPILOG = """\
 Without --version, --step and --model the weights are the newest ones of the trial, which its
@@ -29,6 +31,9 @@ recorded one: the geometric mean over the tokens.
 
 Each call keeps its recorded prompt: a new answer has no part in the later ones. It comes from the
 trial's kind of engine if that runs here, else from the embedded one.
+
+Of many sessions the sums are shown, and those of the sessions that scored better, or worse, than
+the mean of their group: what training made more, and less, likely.
 
 Exit codes: 0 compared, 1 failed, or nothing to compare, 2 wrong input (no such session, version or
 model), 130 interrupted.
@@ -54,6 +59,9 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SESSION",
         help="the session's id (default: the newest one that has ended)",
     )
+    add = partial(option, parser)
+    add("--all", "compare all sessions of the trial")
+    add_session_filters(parser)
     weights = parser.add_mutually_exclusive_group()
     add = partial(option, weights)
     number = count(10**9, least=0)

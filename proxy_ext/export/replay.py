@@ -115,6 +115,13 @@ def replay(arguments: argparse.Namespace) -> int:
     place = load_config(arguments.config, overrides_of(arguments))
     own = [f"root={place.root}", f"user={place.user}", f"server.host={LOOPBACK[0]}"]
     config = load_config(find_trial(place), own, environ={})
+    if _chooses(arguments):
+        if arguments.session is not None:
+            raise ConfigError("name one session, or choose several by options, not both")
+        # Its module imports this one.
+        from proxy_ext.export.replay_all import replay_all
+
+        return replay_all(arguments, _weights(arguments, config))
     record = _record(config, arguments.session or _newest(config))
     source = _weights(arguments, config)
     tree = InteractionTree.from_interactions(c for c in record.interactions if not is_frozen(c))
@@ -122,7 +129,9 @@ def replay(arguments: argparse.Namespace) -> int:
     if not len(tree):
         print(f"error: session {record.session['id']} has no call to compare", file=sys.stderr)
         return 1
-    calls = _scored(tree, str(source.weights.path), arguments.device, codec)
+    forward = load_forward(source, arguments.device)
+    found = call_logprobs(tree, forward)
+    calls = [_call(tree, node, k, found[node.id], codec) for k, node in enumerate(tree, 1)]
     if not arguments.no_answers and calls:
         with _engine(arguments, source) as engine:
             asyncio.run(_answer(engine, tree, calls, arguments, codec))
@@ -131,6 +140,12 @@ def replay(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(_as_text(record, source, calls, codec)))
     return 0
+
+
+def _chooses(arguments: argparse.Namespace) -> bool:
+    """Return whether the arguments choose among the sessions, instead of naming one."""
+    chosen = (arguments.rank, arguments.state, arguments.task, arguments.since)
+    return arguments.all or any(value is not None for value in chosen)
 
 
 def _newest(config: Config) -> str:
@@ -200,34 +215,38 @@ def _engine(arguments: argparse.Namespace, source: WeightsSource) -> RemoteSGLan
 # -- log-probabilities -----------------------------------------------------------------------------
 
 
-def _scored(tree: InteractionTree, path: str, device: str, codec: TextCodec) -> list[ReplayedCall]:
-    """Return all calls with the log-probabilities of their outputs under the weights."""
+def call_logprobs(tree: InteractionTree, forward: Forward) -> dict[str, list[float]]:
+    """Return the log-probabilities of each call's output under the weights, by the call's id.
+
+    Raises ConfigError for ids that these weights do not have.
+    """
     nodes = list(tree)
     highest = max((int(ids.max()) for n in nodes for ids in _ids(n) if len(ids)), default=0)
-    say = _Progress()
-    say(f"loading {path}")
-    forward = _load(path, device)
     if highest >= forward.vocab_size:
         raise ConfigError(
-            f"{path} has {forward.vocab_size} token ids, and the session has the id {highest}: it "
-            "was recorded with another tokenizer"
+            f"the weights have {forward.vocab_size} token ids, and the session has the id "
+            f"{highest}: it was recorded with another tokenizer"
         )
     found: dict[str, list[float]] = {}
     continued = {node.parent_id for node in nodes}
+    say = _Progress()
     for leaf in nodes:
         if leaf.id not in continued:
             found |= _path_logprobs(forward, tree.path(leaf.id), found)
             say(f"{len(found)} of {len(nodes)} calls compared")
-    return [_call(tree, node, k, found[node.id], codec) for k, node in enumerate(nodes, 1)]
+    return found
 
 
 def _ids(node: Interaction) -> tuple[Any, Any]:
     return node.prompt_delta_ids, node.output_ids
 
 
-def _load(path: str, device: str) -> Forward:
+def load_forward(source: WeightsSource, device: str) -> Forward:
+    """Load the weights for forward passes; StartupError where they cannot be."""
     import torch
 
+    path = str(source.weights.path)
+    print(f"loading {path}", file=sys.stderr, flush=True)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -170,6 +170,42 @@ async def test_without_an_id_the_newest_session_with_calls_is_compared(
     assert "no call to compare" in said.err and said.out == ""
 
 
+async def test_many_sessions_are_compared_in_sum_and_by_their_score_in_the_group(
+    recorded: RunDir,
+    models: list[Path],
+    prompts: list[list[int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rank = await Rank(recorded.path).start()
+    for number, score in enumerate((1.0, 0.0, 0.0)):
+        id = f"s-0-g{number}"
+        row = make_row(
+            id, state=SessionState.TRAINED, ended_at=1700.0, group_id="g", final_reward=score
+        )
+        one = replace(call(f"g{number}", None, prompts[number], models[0]), session_id=id)
+        await rank.journal.commit(PutSession(row), PutInteraction(one))
+    await rank.stop()
+    # One of the sessions has another tokenizer's ids.
+    assert await replay(recorded, "--state", "trained", "--json", session="log_level=info") == 1
+    said = capsys.readouterr()
+    assert "s-0-f is left out" in said.err
+    found = json.loads(said.out)
+    changes = []
+    for prompt in prompts:
+        before, now = (true(model, prompt, OUTPUT, TEMPERATURE) for model in models)
+        changes.append((sum(now) - sum(before)) / 3)
+    better, worse = found["above_the_mean"], found["below_the_mean"]
+    assert (better["sessions"], worse["sessions"], worse["tokens"]) == (1, 2, 6)
+    assert better["change"] == pytest.approx(changes[0], abs=1e-4)
+    assert worse["change"] == pytest.approx((changes[1] + changes[2]) / 2, abs=1e-4)
+    # The session of the fixture: what a grammar decided is not counted.
+    assert (found["all"]["sessions"], found["all"]["calls"], found["all"]["tokens"]) == (4, 6, 16)
+    assert found["problems"] == 1 and len(found["most_changed"]) == 4
+    assert await replay(recorded, "--all") == 2
+    assert "not both" in capsys.readouterr().err
+    assert await replay(recorded, "--task", "none", session="log_level=info") == 1
+
+
 async def test_a_session_that_cannot_be_compared_is_refused_with_its_reason(
     recorded: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
