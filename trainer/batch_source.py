@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,6 +20,11 @@ from trainer.from_config import require_warm_up
 from trainer.manifests import Manifest
 
 GROUP = "data-"  # the prefix of a sampled group's id; its item's position follows
+
+
+def position_of(session_id: str) -> int:
+    """Return the position of a sampled session's item: its id is the group's and a number."""
+    return int(session_id.removeprefix(GROUP).rpartition("-")[0])
 
 
 class BatchSource:
@@ -42,6 +47,11 @@ class BatchSource:
     @property
     def epoch(self) -> float | None:
         """Finished passes over the dataset; None without one."""
+        return None
+
+    @property
+    def resting(self) -> int | None:
+        """The number of the dataset's items that rest in this pass; None without one."""
         return None
 
     def last_step(self, steps: int) -> int | None:
@@ -167,6 +177,10 @@ class DatasetBatches(BatchSource):
     def epoch(self) -> float | None:
         return round(self._positions.epoch, 4)
 
+    @property
+    def resting(self) -> int | None:
+        return self._positions.resting
+
     def last_step(self, steps: int) -> int | None:
         """Return it by the items that remain: those that are left out later make it earlier."""
         if (end := self._positions.end) is None:
@@ -193,7 +207,7 @@ class DatasetBatches(BatchSource):
                 self._workflow,
                 group_size=self._config.sessions.group_size,
                 reject=self._reject,
-                on_rejected=lambda position, _: self._leave_out([position]),
+                on_rejected=self._gave_nothing,
                 timeout=timeout,
             )
         )
@@ -226,6 +240,11 @@ class DatasetBatches(BatchSource):
             with self._lock:
                 self._left_out.difference_update(taken.positions)
             self._positions.consumed(taken.positions)
+            # A repeated step may have had sessions of external agents.
+            taught = {position_of(id) for id in taken.sessions if id.startswith(GROUP)}
+            self._judge(taught, dull=False)
+            # Those of a repeated step were judged by an earlier trainer.
+            self._judge(set(taken.positions) - taught, dull=True)
         if self.started and (step is None or step < self._config.train.steps):
             # Before the start a step was repeated, which occupies no place; after the last one
             # there is no use for further runs.
@@ -266,7 +285,17 @@ class DatasetBatches(BatchSource):
                 "they are learned. rollout.max_dull_groups sets how many such groups are allowed"
             )
 
+    def _gave_nothing(self, position: int, reason: str) -> None:
+        self._judge([position], dull=True)
+        self._leave_out([position])
+
     def _leave_out(self, positions: Sequence[int]) -> None:
         with self._lock:
             self._left_out.update(positions)
         self._positions.consumed(positions)
+
+    def _judge(self, positions: Iterable[int], *, dull: bool) -> None:
+        """Let items that taught nothing rest, where they may."""
+        if self._config.rollout.sampling == "learnable":
+            for position in positions:
+                self._positions.judged(position, dull=dull)

@@ -143,6 +143,7 @@ class RunReport:
             "seconds": {phase: round(seconds.get(phase, 0.0), 4) for phase in PHASES},
             "capacity": now.model_dump() if now else None,
             "epoch": source.epoch,
+            "resting": source.resting,
             "stats": without_counts(stats_tracker.export_all()),
         }
 

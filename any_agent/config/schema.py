@@ -118,6 +118,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _items_can_rest(self) -> Self:
+        if self.rollout.sampling == "uniform":
+            return self
+        c = self.train
+        for name, value, wanted in (
+            ("train.dynamic_sampling", c.dynamic_sampling, c.dynamic_sampling == "refill"),
+            ("train.advantage_estimator", c.advantage_estimator, c.compares_in_groups),
+            ("rollout.deterministic", "true", not self.rollout.deterministic),
+        ):
+            if not wanted:
+                raise ValueError(
+                    f"rollout.sampling=learnable lets the items rest whose groups are left out, as "
+                    f"they come: {name}={value} contradicts it; leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_model_a_name(self) -> Self:
         policy = {self.model.name, *self.model.policy_names}
         both = next((name for name in frozen_names(self.frozen.model_list) if name in policy), None)

@@ -64,6 +64,11 @@ class RolloutConfig(Section):
     """Train sessions open at once."""
     eta: int = Field(2, ge=0)
     """Steps that a token may be older than the step that trains on it."""
+    sampling: Literal["uniform", "learnable"] = "uniform"
+    """The choice among a dataset's items. `uniform`: every item in each pass. `learnable`: an item
+    that taught nothing, because all of its runs scored the same or none could be trained on, rests
+    for the next pass, the second time in a row for three, then for seven. It needs
+    `train.dynamic_sampling=refill`, and is no choice of a run with `rollout.deterministic`."""
     deterministic: bool = False
     """Derive session ids and sampling seeds from `train.seed` and each session's place in its group
     (without a group: in the order of opening; the calls of a workflow on a dataset: from the item
@@ -330,6 +335,11 @@ class TrainConfig(Section):
     def compares(self) -> bool:
         """True if steps compare the policy with a reference model."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """True if a group whose sessions score alike teaches nothing."""
+        return self.advantage_estimator != "reinforce_pp"
 
     _chosen: frozenset[str] = frozenset()
     """The settings that were not given, and have the preset's values."""

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_MOST_RESTS = 3
+"""An item rests for at most ``2**3 - 1`` passes."""
+
+
 class DatasetCursor:
     """A counter through passes over ``length`` items: position p is an item of pass p // length.
 
@@ -24,6 +28,9 @@ class DatasetCursor:
     ``epochs`` there is always another pass. A checkpoint stores :meth:`state`: after :meth:`load`,
     positions that were handed out but not consumed come again, consumed ones never. One thread may
     iterate while another one consumes.
+
+    An item that was :meth:`judged` dull, n times in a row, rests for the next 2**n - 1 passes, 7 at
+    most: its positions there are consumed without being handed out.
     """
 
     def __init__(
@@ -40,6 +47,8 @@ class DatasetCursor:
         self._low = 0
         self._beyond: set[int] = set()
         """Consumed positions above the low-water mark; all positions below it are consumed."""
+        self._dull: dict[int, tuple[int, int]] = {}
+        """Of items: how often in a row they were dull, and the last pass in which they were."""
         self._lock = threading.Lock()
         self._order = lru_cache(maxsize=2)(self._drawn)
 
@@ -48,13 +57,17 @@ class DatasetCursor:
 
     def __next__(self) -> tuple[int, int]:
         with self._lock:
-            while self._next in self._beyond:
+            while True:
+                while self._next in self._beyond:
+                    self._next += 1
+                position = self._next
+                if self.end is not None and position >= self.end:
+                    raise StopIteration
                 self._next += 1
-            position = self._next
-            if self.end is not None and position >= self.end:
-                raise StopIteration
-            self._next += 1
-        return position, self.index(position)
+                index = self.index(position)
+                if not self._rests(index, position // self.length):
+                    return position, index
+                self._consume((position,))
 
     @property
     def epoch(self) -> float:
@@ -83,11 +96,39 @@ class DatasetCursor:
         """Record positions that were trained on or given up, which never come again; idempotent."""
         several = [positions] if isinstance(positions, int) else positions
         with self._lock:
-            self._beyond.update(position for position in several if position >= self._low)
-            while self._low in self._beyond:
-                self._beyond.remove(self._low)
-                self._low += 1
-            self._next = max(self._next, self._low)
+            self._consume(several)
+
+    def judged(self, position: int, *, dull: bool) -> None:
+        """Record whether an item taught nothing in the pass of this position; idempotent."""
+        item, now = self.index(position), position // self.length
+        with self._lock:
+            times, last = self._dull.get(item, (0, -1))
+            if now <= last:
+                return
+            if dull:
+                self._dull[item] = times + 1, now
+            else:
+                self._dull.pop(item, None)
+
+    @property
+    def resting(self) -> int:
+        """Number of items that rest in the pass of the next position."""
+        with self._lock:
+            now = self._next // self.length
+            return sum(self._rests(item, now) for item in self._dull)
+
+    def _rests(self, item: int, now: int) -> bool:
+        if not (found := self._dull.get(item)):
+            return False
+        times, last = found
+        return last < now < last + (1 << min(times, _MOST_RESTS))
+
+    def _consume(self, positions: Iterable[int]) -> None:
+        self._beyond.update(position for position in positions if position >= self._low)
+        while self._low in self._beyond:
+            self._beyond.remove(self._low)
+            self._low += 1
+        self._next = max(self._next, self._low)
 
     def requeue(self) -> None:
         """Hand out again every position that was not consumed."""
@@ -103,6 +144,7 @@ class DatasetCursor:
                 "shuffle": self.shuffle,
                 "low": self._low,
                 "beyond": sorted(self._beyond),
+                "dull": [[item, *found] for item, found in sorted(self._dull.items())],
             }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -122,6 +164,7 @@ class DatasetCursor:
             self.shuffle = state.get("shuffle", self.shuffle)
             self._order.cache_clear()
             self._low, self._beyond = state.get("low", 0), set()
+            self._dull = {item: (times, last) for item, times, last in state.get("dull", ())}
         self.consumed(state["beyond"])
         self.requeue()
 

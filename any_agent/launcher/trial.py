@@ -121,12 +121,18 @@ def require_grader(config: Config) -> None:
 
 
 def require_no_epochs(config: Config) -> None:
-    """Raise ConfigError for passes over a dataset, where there is none."""
+    """Raise ConfigError for passes over a dataset, or a choice among its items, where there is
+    none."""
     if config.train.epochs is not None:
         raise ConfigError(
             f"train.epochs={config.train.epochs} counts passes over a dataset, and there is none: "
             "external agents are trained on, for train.steps steps. Leave train.epochs out, or "
             "train on a dataset by GRPOTrainer(config, train_dataset=...).train(workflow=...)"
+        )
+    if config.rollout.sampling != "uniform":
+        raise ConfigError(
+            f"rollout.sampling={config.rollout.sampling} chooses among the items of a dataset, and "
+            "there is none: external agents bring their own tasks. Leave it out"
         )
 
 
