@@ -118,14 +118,6 @@ def test_all_terms_of_the_loss_equal_those_computed_by_rows(config: LossConfig) 
         assert_same(got, expected, atol=1e-10, rtol=1e-10)
 
 
-def test_entropies_have_a_gradient_only_where_the_loss_wants_it() -> None:
-    policy = small_policy()
-    work = policy.runner.plan(tree_rows(6), 10_000)
-    for wanted in (False, True):
-        (done,) = policy.runner.run(work, entropy_gradient=wanted)
-        assert done.entropies.requires_grad is wanted and done.logprobs.requires_grad
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.integers(1, 200), st.randoms())
 @pytest.mark.service

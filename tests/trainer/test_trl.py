@@ -18,17 +18,15 @@ Where they differ:
 - Its mask of sequences that are off policy (``off_policy_mask_threshold``) and its VESPO bound each
   log ratio by 20, and the product by 1e-8 from below. There a masked weight (``token_mask``) is
   1e-8 in VESPO's product, here 0: the row is not trained on.
-- ``bnpo`` divides by the tokens of a pass, and is our mean over tokens for one pass. ``luspo`` is
-  GSPO with `train.aggregation=constant`, but for the constant.
+- ``bnpo`` is our mean over tokens, for one pass; ``luspo`` is GSPO with another constant.
 - ``RLOOTrainer`` clips the product of a sequence's ratios: another value, and the same gradient
   on policy. Its KL in the reward compares the trainer's log-probabilities with the reference's,
   ours those that were recorded.
 - With ``top_entropy_quantile`` its entropy bonus, too, has the chosen tokens alone.
-- ``use_adaptive_entropy``, ``mask_truncated_completions``,
-  ``sync_ref_model`` and ``multi_objective_aggregation`` have no counterpart.
+- ``use_adaptive_entropy``, ``mask_truncated_completions``, ``sync_ref_model`` and
+  ``multi_objective_aggregation`` have no counterpart.
 
-TRL is imported by the tests that run: it brings pandas, datasets and torch's compiler, and every
-process that collects tests would import it.
+TRL is imported by the tests that run: it takes seconds, in every process that collects tests.
 """
 
 from __future__ import annotations
@@ -51,6 +49,7 @@ from tests.support.trainer.policies import (
     VOCAB,
     assert_same,
     gradients,
+    row_of,
     small_policy,
 )
 from trainer.advantage import (
@@ -121,9 +120,10 @@ def fused(policy: Policy) -> Any:
     return model.train()
 
 
-def there_gradients(trainer: Any) -> dict[str, Tensor]:
+def assert_same_gradients(policy: Policy, trainer: Any, atol: float) -> None:
     named = trainer.model.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+    theirs = {name: p.grad for name, p in named if p.grad is not None}
+    assert_same(gradients(policy), theirs, atol=atol)
 
 
 def trl_scored(trainer: Any, samples: list[Sample]) -> dict[str, Tensor]:
@@ -158,16 +158,9 @@ def our_rows(
 def rows_with(samples: list[Sample], advantages: list[float]) -> list[Row]:
     rows = []
     for sample, advantage in zip(samples, advantages, strict=True):
-        n, m = len(sample.prompt), len(sample.output)
-        mask = torch.tensor([0] * n + sample.own, dtype=torch.int32)
-        row = {
-            "input_ids": torch.tensor(sample.prompt + sample.output, dtype=torch.int32),
-            "loss_mask": mask,
-            "logprobs": torch.tensor([0.0] * n + sample.behaviour, dtype=torch.float64) * mask,
-            "versions": torch.tensor([-1] * n + [0] * m, dtype=torch.int32),
-            "attention_mask": torch.ones(n + m, dtype=torch.bool),
-            "rewards": torch.tensor(sample.reward),
-        }
+        behind = [0] * len(sample.prompt)
+        logprobs = torch.tensor(behind + sample.behaviour, dtype=torch.float64)
+        row = row_of(sample.prompt + sample.output, behind + sample.own, logprobs=logprobs)
         row = with_training_signal(row, advantage=advantage, temperature=TEMPERATURE)
         # float32 is what travels; float64 shows that the formulas agree, not only their rounding.
         row["advantages"] = torch.tensor(advantage, dtype=torch.float64)
@@ -176,17 +169,13 @@ def rows_with(samples: list[Sample], advantages: list[float]) -> list[Row]:
     return rows
 
 
-def advantages_of(rows: Sequence[Row]) -> Tensor:
-    """A number for each row; the first of its trained tokens' where they differ."""
-    return torch.stack([row["advantages"] for row in rows])
-
-
 @pytest.mark.parametrize("scale", ["group", "none", "batch"])
 @pytest.mark.parametrize("seed", [0, 3])
 def test_advantages_equal_those_of_trl(seed: int, scale: str) -> None:
     samples = random_samples(seed)
     scored = trl_scored(made(small_policy(), samples, scale_rewards=scale), samples)
-    got = advantages_of(our_rows(samples, TrainConfig(normalize_std=scale)))
+    rows = our_rows(samples, TrainConfig(normalize_std=scale))
+    got = torch.stack([row["advantages"] for row in rows])
     torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
 
 
@@ -204,7 +193,7 @@ def loss_and_gradients_equal_trl(
     n = count_trained(rows)
     stats = policy.accumulate(padded_passes(rows, budget), n, LossConfig(is_cap=cap))
     assert stats.loss == pytest.approx(float(expected.detach()), abs=1e-6)
-    assert_same(gradients(policy), there_gradients(trainer), atol=1e-6)
+    assert_same_gradients(policy, trainer, atol=1e-6)
     (entropy,) = trainer._metrics["train"]["entropy"]
     assert stats.means()["entropy"] == pytest.approx(entropy, abs=1e-6)
     (weight,) = trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"]
@@ -223,8 +212,6 @@ def loss_and_gradients_equal_trl(
 def test_losses_and_gradients_equal_those_of_trl(given: dict[str, Any]) -> None:
     loss_and_gradients_equal_trl(**given)
 
-
-# -- formulas: the log-probabilities are given, and pi_prox is not pi_theta ------------------------
 
 SHAPE = (6, 9)
 
@@ -283,7 +270,13 @@ VESPO = {
     **{"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0},
     **{"vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
 }
-GSPO_THERE = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.08}
+GSPO_THERE = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    **{"epsilon_low": 0.05, "epsilon_high": 0.08},
+}
+SAPO_THERE = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+VESPO_THERE = {"loss_type": "vespo", **VESPO}
 CASES = {
     "grpo": Case(LossConfig(), "session", {"loss_type": "grpo"}),
     "bnpo": Case(LossConfig(), "token", {"loss_type": "bnpo"}),
@@ -294,24 +287,20 @@ CASES = {
         {"loss_type": "dr_grpo", "epsilon_high": 0.2, "max_completion_length": 7},
     ),
     "cispo": Case(CISPO, "token", {"loss_type": "cispo", "epsilon_high": 5.0}, 1.5),
-    "sapo": Case(
-        LossConfig("sapo"),
-        "session",
-        {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-    ),
-    "gspo": Case(GSPO, "turn", {"loss_type": "grpo", **GSPO_THERE}, 0.3),
-    "luspo": Case(GSPO, "constant", {"loss_type": "luspo", **GSPO_THERE}, 0.3),
-    "vespo": Case(LossConfig("vespo"), "token", {"loss_type": "vespo", **VESPO}, 0.1, 0.3),
+    "sapo": Case(LossConfig("sapo"), "session", SAPO_THERE),
+    "gspo": Case(GSPO, "turn", GSPO_THERE, 0.3),
+    "luspo": Case(GSPO, "constant", GSPO_THERE | {"loss_type": "luspo"}, 0.3),
+    "vespo": Case(LossConfig("vespo"), "token", VESPO_THERE, 0.1, 0.3),
     "vespo, masked": Case(
         LossConfig("vespo", is_mode="mask", is_cap=1.5),
         "token",
-        {"loss_type": "vespo", **VESPO, "vllm_importance_sampling_mode": "token_mask"},
+        VESPO_THERE | {"vllm_importance_sampling_mode": "token_mask"},
         *(0.1, 0.3),
     ),
     "delta": Case(LossConfig(dual_clip=1.4), "token", {"delta": 1.4}),
     "delta of rows": Case(
         LossConfig("gspo", eps_low=0.05, eps_high=0.08, dual_clip=1.1),
-        *("turn", {"loss_type": "grpo", "delta": 1.1, **GSPO_THERE}, 0.5),
+        *("turn", GSPO_THERE | {"delta": 1.1}, 0.5),
     ),
     # Such a mismatch takes the policy away from rows of negative advantages.
     "off policy": Case(
@@ -320,12 +309,7 @@ CASES = {
     ),
     "off policy, with kl": Case(
         LossConfig("sapo", off_policy_threshold=0.1, kl_coef=0.05),
-        "session",
-        {
-            **{"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-            **{"off_policy_mask_threshold": 0.1, "beta": 0.05},
-        },
-        *(0.4, -1.0),
+        *("session", SAPO_THERE | {"off_policy_mask_threshold": 0.1, "beta": 0.05}, 0.4, -1.0),
     ),
     "high entropies": Case(
         LossConfig(top_entropy=0.4, kl_coef=0.05),
@@ -342,15 +326,13 @@ CASES = {
     "kl": Case(LossConfig(kl_coef=0.05), "session", {"loss_type": "grpo", "beta": 0.05}),
     "entropy": Case(
         LossConfig(entropy_coef=0.01),
-        "token",
-        {"loss_type": "dapo", "entropy_coef": 0.01, "_entropy_bonus_enabled": True},
+        *("token", {"entropy_coef": 0.01, "_entropy_bonus_enabled": True}),
     ),
     "masked weights": Case(LossConfig(is_mode="mask", is_cap=1.5), "token", {}),
     "weights of rows": Case(LossConfig(is_level="sequence", is_cap=1.1), "token", {}),
     "masked weights of rows": Case(
         LossConfig(is_level="sequence", is_mode="mask", is_cap=1.1),
-        "session",
-        {"loss_type": "grpo"},
+        *("session", {"loss_type": "grpo"}),
     ),
 }
 LENGTH = {"dr_grpo": 7, "luspo": 1}
@@ -453,30 +435,17 @@ def test_every_loss_of_trl_is_compared_here() -> None:
     assert len(there) == 8
 
 
-# -- presets: through the model, with TRL's advantages ---------------------------------------------
-
 PRESETS_THERE: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {},
     "dr_grpo": {
-        "loss_type": "dr_grpo",
-        "scale_rewards": "none",
-        "epsilon_high": 0.2,
-        "max_completion_length": 4096,
+        **{"loss_type": "dr_grpo", "scale_rewards": "none"},
+        **{"epsilon_high": 0.2, "max_completion_length": 4096},
     },
-    "gspo": {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 3e-4,
-        "epsilon_high": 4e-4,
-    },
+    "gspo": GSPO_THERE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo": {
-        "loss_type": "sapo",
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-    },
-    "vespo": {"loss_type": "vespo", **VESPO},
+    "sapo": SAPO_THERE,
+    "vespo": VESPO_THERE,
 }
 
 
@@ -530,7 +499,7 @@ def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
     n = count_trained(rows)
     stats = policy.accumulate(policy.runner.plan(rows, 10_000), n, loss_config(config))
     assert stats.loss == pytest.approx(float(expected.detach()), abs=1e-6)
-    assert_same(gradients(policy), there_gradients(trainer), atol=1e-6)
+    assert_same_gradients(policy, trainer, atol=1e-6)
     metrics, means = trainer._metrics["train"], stats.means()
     assert means["entropy"] == pytest.approx(metrics["entropy"][0], abs=1e-6)
     assert means["kl"] == pytest.approx(metrics["kl"][0], abs=1e-6)
@@ -539,9 +508,6 @@ def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
 @pytest.mark.parametrize("preset", PRESETS_THERE)
 def test_each_preset_equals_its_settings_in_trl(preset: str) -> None:
     preset_equals_trl(preset)
-
-
-# -- RLOO has a trainer of its own -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -574,11 +540,11 @@ def test_rloo_advantages_and_gradients_equal_those_of_trl(normalize: bool, beta:
     expected.backward()
 
     rows = our_rows(samples, config, frozen.runner.row_logprobs)
-    got = advantages_of(rows)
+    got = torch.stack([row["advantages"] for row in rows])
     # With a reference TRL's fused head takes part, in float32.
     torch.testing.assert_close(got, scored["advantages"], atol=1e-6 if beta else 1e-9, rtol=0)
     policy.accumulate(policy.runner.plan(rows, 10_000), count_trained(rows), loss_config(config))
-    assert_same(gradients(policy), there_gradients(trainer), atol=1e-5)
+    assert_same_gradients(policy, trainer, atol=1e-5)
 
 
 def test_the_penalty_of_long_outputs_equals_that_of_trl() -> None:
