@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import openai
-from pydantic import BaseModel
+from pydantic import create_model
 
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from tests.direct.conftest import Make
-from tests.support.direct import CALL, HELLO, MODEL, TOOLS, said
+from tests.support.direct import HELLO, MODEL, said
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -35,37 +35,16 @@ async def test_a_whole_answer_is_recorded_with_its_usage(
     assert usage.prompt_tokens == len(recorded.prompt_delta_ids)
 
 
-async def test_the_stream_helper_accumulates_the_whole_answer(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, CALL))
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": TOOLS}
-    async with client.chat.completions.stream(**asked) as stream:
-        kinds = {event.type async for event in stream}
-        final = await stream.get_final_completion()
-    assert {"chunk", "tool_calls.function.arguments.delta"} <= kinds
-    (recorded,) = client.interactions
-    told = final.choices[0].message.tool_calls
-    assert told is not None
-    assert [(c.id, c.function.name, c.function.arguments) for c in told] == [
-        (c["id"], c["function"]["name"], c["function"]["arguments"])
-        for c in recorded.output_message["tool_calls"]
-    ]
-
-
-class Number(BaseModel):
-    value: int
-
-
 async def test_a_parsed_answer_is_recorded_as_untrainable(
     make: Make, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
+    number = create_model("Number", value=int)
     client = make(mode="eval")
     engine.say(said(chat, '{"value": 7}'))
     parsed = await client.chat.completions.parse(
-        model=MODEL, messages=HELLO, response_format=Number
+        model=MODEL, messages=HELLO, response_format=number
     )
-    assert parsed.choices[0].message.parsed == Number(value=7)
+    assert parsed.choices[0].message.parsed == number(value=7)
     (recorded,) = client.interactions
     assert recorded.untrainable_reason == "grammar"
 
@@ -100,16 +79,13 @@ async def test_legacy_completions_stream_the_same_text(client: EngineOpenAI) -> 
 async def test_wrong_calls_raise_the_sdks_exceptions_and_record_nothing(
     client: EngineOpenAI, engine: ScriptedEngine
 ) -> None:
+    long = [{"role": "user", "content": "many words " * 2000}]
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"messages": []}, "invalid_request", "messages"),
         ({"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
         ({"temperature": 3}, "invalid_request", "temperature"),
         ({"extra_body": {"suffix": "x"}}, "unsupported_parameter", "suffix"),
-        (
-            {"messages": [{"role": "user", "content": "many words " * 2000}]},
-            "context_length_exceeded",
-            "messages",
-        ),
+        ({"messages": long}, "context_length_exceeded", "messages"),
     ]
     for fields, code, param in wrong:
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO} | fields
@@ -122,9 +98,7 @@ async def test_wrong_calls_raise_the_sdks_exceptions_and_record_nothing(
     with fails_with(openai.NotFoundError, code="model_not_found"):
         await client.models.retrieve("gpt-4o")
     assert [model.id async for model in await client.models.list()] == ["policy"]
-    assert (await client.models.retrieve("policy")).id == "policy"
-    assert not engine.requests
-    assert not client.interactions
+    assert not engine.requests and not client.interactions
 
 
 async def test_a_client_with_other_options_shares_the_session(client: EngineOpenAI) -> None:

@@ -69,10 +69,7 @@ class Lab:
         self.services = (Home(), Home())
         config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
         self.executor = LeaseExecutor(
-            self._make_ranks,
-            RolloutConfig(**config),
-            owner="me",
-            consumed=self.consumed,
+            self._make_ranks, RolloutConfig(**config), owner="me", consumed=self.consumed
         )
         self.executor.start()
         if begin:
@@ -115,12 +112,8 @@ def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.Monke
     lab.give(0, group(0, "a", 1, 2), group(0, "a", 1, 2), group(0, "a", 2), group(0, "a2", 3))
     lab.give(1, group(1, "b", 1))
     batch = lab.executor.prepare_batch(timeout=60)
-    assert sorted(t.session_id for e in batch for t in e) == [
-        sid(0, 1),
-        sid(0, 2),
-        sid(0, 3),
-        sid(1, 1),
-    ]
+    taken = sorted(t.session_id for e in batch for t in e)
+    assert taken == [sid(0, 1), sid(0, 2), sid(0, 3), sid(1, 1)]
     one.away = True
     lab.executor.ack([sid(0, 1), sid(1, 1)], [])
     lab.executor.ack([sid(0, 2)], [])
@@ -200,15 +193,14 @@ async def test_stopping_ends_an_ack_that_never_arrives(monkeypatch: pytest.Monke
 
 
 def test_an_added_rank_is_leased_from(lab: Lab) -> None:
-    two = Home()
+    two, ids = Home(), [sid(2, k) for k in (1, 2, 3, 4)]
     lab.services = (*lab.services, two)
     lab.ranks.change(Fleet.of(2).with_state(2, "joining"), rank_2=two)
     lab.give(2, group(2, "c", 1, 2, 3, 4))
-    assert [t.session_id for (e) in lab.executor.prepare_batch(timeout=60) for t in e] == [
-        sid(2, k) for k in (1, 2, 3, 4)
-    ]
-    lab.executor.ack([sid(2, k) for k in (1, 2, 3, 4)], [])
-    assert two.acks == [([sid(2, k) for k in (1, 2, 3, 4)], [])]
+    (batch,) = lab.executor.prepare_batch(timeout=60)
+    assert [t.session_id for t in batch] == ids
+    lab.executor.ack(ids, [])
+    assert two.acks == [(ids, [])]
 
 
 def test_a_rank_that_has_ended_fails_nothing(lab: Lab) -> None:

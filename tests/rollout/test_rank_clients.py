@@ -17,13 +17,8 @@ from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from tests.support.errors import fails_with
 
 INFO = {
-    "experiment": "e",
-    "trial": "t",
-    "user": "u",
-    "model": "m",
-    "state": "training",
-    "step": 0,
-    "checkpoint": None,
+    **{"experiment": "e", "trial": "t", "user": "u", "model": "m"},
+    **{"state": "training", "step": 0, "checkpoint": None},
 }
 
 

@@ -20,6 +20,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     TrainingError,
 )
+from any_agent.rollout import WorkflowExecutor
 from any_agent.rollout.failure_budget import is_transient
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
@@ -77,36 +78,37 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
 
 
 def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
-    workflow = Doing(lambda _: ValueError("it is broken"))
     with executor(max_failures=2, max_concurrent=1) as e:
         with fails_with(TrainingError, "2 episodes"):
-            e.rollout_batch(items(8), workflow)
-        earlier = ("earlier call", "2 episodes")
-        with fails_with(TrainingError, *earlier):
-            e.rollout_batch(items(2), Doing())
-        with fails_with(TrainingError, *earlier):
-            e.prepare_batch(items(2), Doing())
+            e.rollout_batch(items(8), Doing(lambda _: ValueError("it is broken")))
+        for ask in (e.rollout_batch, e.prepare_batch):
+            with fails_with(TrainingError, "earlier call", "2 episodes"):
+                ask(items(2), Doing())
 
 
-@pytest.mark.parametrize("how", ["wait", "rollout_batch", "prepare_batch", "sessions_batch"])
-def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
+def submit_and_wait(e: WorkflowExecutor, workflow: Doing) -> None:
+    for item in items(50):
+        e.submit(item, workflow)
+    e.wait(50, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        submit_and_wait,
+        lambda e, workflow: e.rollout_batch(items(50), workflow),
+        lambda e, workflow: e.prepare_batch(items(50), workflow, timeout=60),
+        lambda e, workflow: e.sessions_batch(enumerate(items(10_000)), workflow, timeout=60),
+    ],
+    ids=["wait", "rollout_batch", "prepare_batch", "sessions_batch"],
+)
+def test_an_agent_that_always_fails_ends_the_run(ask: Callable[..., object]) -> None:
     workflow = Doing(lambda _: ValueError("no such tool"))
-    stream = iter([(n, {"n": n}) for n in range(10_000)])
-    data = items(50)
     with (
         executor(max_failures=8, max_concurrent=4) as e,
         fails_with(TrainingError, "8 episodes", "ValueError: no such tool"),
     ):
-        if how == "wait":
-            for item in data:
-                e.submit(item, workflow)
-            e.wait(50, timeout=60)
-        elif how == "rollout_batch":
-            e.rollout_batch(data, workflow)
-        elif how == "prepare_batch":
-            e.prepare_batch(data, workflow, timeout=60)
-        else:
-            e.sessions_batch(stream, workflow, timeout=60)
+        ask(e, workflow)
     assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
 
 
@@ -201,18 +203,8 @@ class WithStatus(Exception):
         self.status_code = status
 
 
-@pytest.mark.parametrize(
-    ("error", "passing"),
-    [
-        (EngineUnavailable("away"), True),
-        (ConnectionResetError(), True),
-        (httpx.ConnectTimeout("late"), True),
-        (APIConnectionError(), True),
-        (WithStatus(503), True),
-        (WithStatus(400), False),
-        (InvalidRequest("too long"), False),
-        (ValueError(), False),
-    ],
-)
-def test_errors_that_may_pass_are_told_from_lasting_ones(error: Exception, passing: bool) -> None:
-    assert is_transient(error) is passing
+def test_errors_that_may_pass_are_told_from_lasting_ones() -> None:
+    passing = [EngineUnavailable("away"), ConnectionResetError(), httpx.ConnectTimeout("late")]
+    passing += [APIConnectionError(), WithStatus(503)]
+    lasting = [WithStatus(400), InvalidRequest("too long"), ValueError()]
+    assert [one for one in passing + lasting if is_transient(one)] == passing

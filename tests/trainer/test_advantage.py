@@ -53,10 +53,9 @@ def test_a_group_with_nothing_to_compare_has_no_advantage(group: list[SessionRew
     assert not any(advantage for of_session in got.advantages for advantage in of_session)
 
 
-def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
+def test_a_group_of_one_has_the_baseline_of_the_batch() -> None:
     got = group_advantages([[session(0.9, 1.0)], [session(0.95)]])
-    assert got[0].advantages[0] == pytest.approx((-0.05, 0.05))
-    assert not got[0].zero_variance
+    assert got[0].advantages[0] == pytest.approx((-0.05, 0.05)), "without a deviation"
     (alone,) = group_advantages([[session(3.0)]])
     assert alone.advantages == ((0.0,),) and alone.std is None and not alone.zero_variance
 
@@ -158,30 +157,6 @@ GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=5), min_size=1, max_siz
 
 def build(groups: list[list[list[float]]]) -> list[list[SessionRewards]]:
     return [[session(*rewards) for rewards in group] for group in groups]
-
-
-@given(GROUPS)
-def test_session_means_of_advantages_cancel_in_a_group(groups: list[list[list[float]]]) -> None:
-    for got in group_advantages(build(groups), normalize_std="none"):
-        if len(got.scores) > 1:
-            means = [statistics.fmean(a) for a in got.advantages]
-            assert sum(means) == pytest.approx(0.0, abs=1e-9)
-
-
-@given(GROUPS, st.floats(-5, 5))
-def test_a_constant_added_to_all_rewards_changes_nothing(
-    groups: list[list[list[float]]], constant: float
-) -> None:
-    moved = [[[r + constant for r in s] for s in g] for g in groups]
-    pairs = zip(
-        group_advantages(build(groups), normalize_std="none"),
-        group_advantages(build(moved), normalize_std="none"),
-        strict=True,
-    )
-    for a, b in pairs:
-        if a.zero_variance == b.zero_variance:
-            for x, y in zip(a.advantages, b.advantages, strict=True):
-                assert x == pytest.approx(y, abs=1e-7)
 
 
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)

@@ -48,10 +48,10 @@ def batch_of(
     reference: Reference = dealt,
     **settings: Any,
 ) -> TrainingBatch:
-    config = TrainConfig(preset=preset, kl_reward_coef=BETA, **settings)  # type: ignore[arg-type]
+    config = TrainConfig(preset=preset, kl_reward_coef=BETA)  # type: ignore[arg-type]
     return training_batch(
         [given or episode()],
-        config,
+        config.model_copy(update=settings),
         step=0,
         eta=0,
         step_of_version={0: 0},

@@ -212,11 +212,11 @@ def test_passes_are_as_long_as_chosen_unless_a_budget_is_given() -> None:
 
 
 def refused(caplog: pytest.LogCaptureFixture, model: object) -> str:
+    """Why the model is computed by rows."""
     with caplog.at_level(logging.WARNING, "trainer.pass_runner"):
         policy = Policy(model)
     assert policy.runner.packing == "rows"
-    rows = tree_rows(5)
-    policy.train(rows, 40)
+    policy.train(tree_rows(5), 40)
     (record,) = caplog.records
     caplog.clear()
     return record.getMessage()
@@ -265,12 +265,6 @@ def test_the_probe_finds_what_no_setting_says(
     with monkeypatch.context() as patch:
         patch.setitem(modeling_qwen3.ALL_ATTENTION_FUNCTIONS, "any_agent_tree", bent)
         assert "hidden states" in refused(caplog, model)
-
-
-def test_passes_by_rows_can_be_chosen_instead_of_trees(caplog: pytest.LogCaptureFixture) -> None:
-    policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
-    assert policy.runner.packing == "rows" and not caplog.records
-    assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))
 
 
 @pytest.mark.parametrize("budget", [9, 10_000])
