@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +14,11 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.data import ItemLoader
+from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.rollout import WorkflowExecutor
-from any_agent.types import GenerationHyperparameters
-from any_agent.workflow import context
+from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
+from any_agent.workflow import RolloutWorkflow, context
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import (
@@ -261,7 +262,6 @@ def test_a_call_that_fails_fails_alone(error: Exception) -> None:
 
 
 def test_a_slow_loader_stops_no_episode() -> None:
-    """It is read in a thread of its own."""
     free = threading.Event()
 
     class Slow:
@@ -509,7 +509,6 @@ def test_of_two_who_wait_for_one_item_one_gets_it(asked: str) -> None:
 
 
 def test_of_two_who_wait_for_more_than_there_is_one_is_told() -> None:
-    """Of four that were submitted each of two threads wants three."""
     flow = Gated()
     with executor() as e, ThreadPoolExecutor(2) as threads:
         for item in items(4):
@@ -531,3 +530,60 @@ def test_a_batch_that_another_thread_takes_from_fails_by_name() -> None:
         flow.let(0, 2)
         with fails_with(ValueError, "another thread"):
             future.result(LIMIT)
+
+
+SAMPLING = GenerationHyperparameters(max_new_tokens=12, temperature=1.0)
+ITEM = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}
+
+
+class Remembering:
+    """An engine that keeps the seeds of its requests."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool = True
+    ) -> AsyncGenerator[GenerationChunk]:
+        self.seeds.append(request.gconfig.seed)
+        yield GenerationChunk([7], [-1.0], [0], "length")
+
+
+class Calls(RolloutWorkflow):
+    """Calls the engine twice, by both of its methods, and once with a seed of its own."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        request = ModelRequest(rid="r", input_ids=[5], gconfig=SAMPLING)
+        await engine.agenerate(request)
+        _ = [chunk async for chunk in engine.generate(request)]
+        own = ModelRequest(rid="r", input_ids=[5], gconfig=SAMPLING.new(seed=77))
+        await engine.agenerate(own)
+        return tensors([1, 2, 3])
+
+
+def seeds(*, is_eval: bool = False, **config: Any) -> list[int | None]:
+    engine: Any = Remembering()
+    with executor(EnginePool([engine]), **config) as e:
+        for task in range(2):
+            e.submit(ITEM, Calls(), task_id=task, is_eval=is_eval, group_size=2)
+        e.wait(2, timeout=60)
+    return sorted(engine.seeds, key=str)
+
+
+def test_each_call_of_a_deterministic_run_has_its_own_seed() -> None:
+    train, judged = seeds(deterministic=True), seeds(deterministic=True, is_eval=True)
+    for found in (train, judged):
+        # Two items, two runs, three calls.
+        assert len(set(found)) == 12 and not {None, 77} & set(found)
+    assert not set(train) & set(judged)
+    assert seeds(deterministic=True) == train
+    assert len(set(seeds(deterministic=True, options={"seed": 1})) & set(train)) == 4
+
+
+def test_a_seed_of_a_call_makes_no_samples_equal() -> None:
+    """Equal samples of a group would have no advantages."""
+    found = seeds()
+    assert len(set(found) - {None, 77}) == 4 and found.count(None) == 8
+    assert seeds() == found

@@ -86,7 +86,6 @@ def test_an_output_loses_its_whole_divergence_with_rloo() -> None:
 
 @pytest.mark.parametrize("preset", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_a_token_loses_what_follows_from_it_with_reinforce_pp(preset: str) -> None:
-    """A token loses the divergence from itself on."""
     whole, returns = by_hand()
     scores = [math.fsum(one) / len(one) for one in whole]
     mean = math.fsum(scores) / 3

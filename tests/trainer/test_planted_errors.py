@@ -53,7 +53,7 @@ def values_of_some_layers_law() -> None:
 LAWS: dict[str, Callable[..., Any]] = {
     "dense": dense_law,
     "padded": partial(dense_law, "rows"),
-    "trl": trl.loss_and_gradients_equal_trl,
+    "trl": partial(trl.preset_equals_trl, "grpo"),
     "worked example": advantage.test_advantages_of_the_documents_worked_example_hold,
     "staleness": packing.test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old,
     "trees": partial(tree.test_logprobs_loss_and_gradients_are_those_of_rows, "qwen3", 10_000),

@@ -176,7 +176,6 @@ def sorted_rows(table: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("budget", [9, 10_000])
 def test_only_the_tokens_of_the_highest_entropies_are_trained_on(budget: int) -> None:
-    """By the entropies of all tokens of the minibatch, wherever they are computed."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
         patch.setattr(LOSSES, "find", lambda name: recorder)

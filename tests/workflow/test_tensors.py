@@ -179,6 +179,14 @@ def test_a_wrong_reward_names_its_interaction() -> None:
         rows_of(episode)
 
 
+def test_a_reward_that_was_changed_after_the_export_is_the_one_trained_on() -> None:
+    exported = {name: value[0] for name, value in tensors([1, 2, 3], reward=1.0).items()}
+    one = InteractionWithTokenLogpReward.from_tensors("c", exported)
+    one.reward = 0.25
+    ((row, _),) = rows_of({"c": one})
+    assert (float(row["rewards"]), float(one.to_tensor_dict()["rewards"])) == (0.25, 0.25)
+
+
 def test_batches_are_concatenated_and_padded() -> None:
     one = tensors([1, 2, 3], extra=torch.ones(1, 3, 2))
     two = tensors([1, 2, 3, 4, 5], [7, 8, 9], reward=0.0, extra=torch.ones(2, 5, 2))

@@ -70,7 +70,8 @@ def under(
     steps."""
     out = []
     for config in configs:
-        policy = small_policy(0, master, world, lr=1e-3, **config)
+        model = small_policy(dtype=master).model
+        policy = Policy(model, PolicyConfig(lr=1e-3, **config), world)
         found = _gradient(world, policy, 0)
         for case in range(2):
             policy.step([_share(world, policy, case)], split(case)[1])

@@ -109,8 +109,6 @@ def test_a_reference_that_several_processes_compute_is_that_of_one(tiny_model_di
 def test_a_step_of_several_updates_is_undone_in_every_process(
     tiny_model_dir: Path, config: PolicyConfig, broken: int
 ) -> None:
-    """Undo it in the weights and moments of all processes; alone it is the same but for
-    rounding."""
     model = str(tiny_model_dir)
     expected, _ = together(2, led, config, commanded, model, None)[0]
     found, said = together(2, led, config, commanded, model, broken)[0]
