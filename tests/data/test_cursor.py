@@ -33,6 +33,9 @@ def test_the_order_is_the_same_in_any_version() -> None:
 def test_without_shuffling_items_come_as_they_are() -> None:
     positions = DatasetCursor(3, shuffle=False, epochs=2)
     assert list(positions) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
+    positions.consumed([0, 3])
+    positions.requeue()
+    assert [position for position, _ in positions] == [1, 2, 4, 5]
 
 
 def test_a_dataset_of_another_length_is_refused() -> None:
@@ -50,14 +53,6 @@ def test_the_order_goes_on_where_the_settings_have_changed() -> None:
     new = DatasetCursor(20, seed=6, shuffle=False)
     new.load(old.state())
     assert list(islice(new, 13)) == list(islice(old, 13))
-
-
-def test_requeued_items_come_again_unless_they_were_consumed() -> None:
-    positions = DatasetCursor(5, shuffle=False, epochs=1)
-    assert len(list(positions)) == 5
-    positions.consumed([0, 3])
-    positions.requeue()
-    assert [position for position, _ in positions] == [1, 2, 4]
 
 
 @settings(max_examples=60, deadline=None)

@@ -36,16 +36,16 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "parquet"])
-def test_a_file_is_read_by_its_ending(tmp_path: Path, ending: str) -> None:
-    path = write(tmp_path / f"tasks.{ending}")
-    dataset = get_custom_dataset(path=path)
-    assert list(dataset) == ROWS and len(dataset) == 5
-    assert dataset.column_names == ["question", "answer"]
-    assert dataset[-1] == ROWS[-1]
-    assert list(get_custom_dataset(path=path, limit=2)) == ROWS[:2]
-    with pytest.raises(IndexError):
-        _ = dataset[5]
+def test_a_file_is_read_by_its_ending(tmp_path: Path) -> None:
+    for ending in ("jsonl", "ndjson", "json", "parquet"):
+        path = write(tmp_path / f"tasks.{ending}")
+        dataset = get_custom_dataset(path=path)
+        assert list(dataset) == ROWS and len(dataset) == 5
+        assert dataset.column_names == ["question", "answer"]
+        assert dataset[-1] == ROWS[-1]
+        assert list(get_custom_dataset(path=path, limit=2)) == ROWS[:2]
+        with pytest.raises(IndexError):
+            _ = dataset[5]
 
 
 def test_a_dataset_of_the_config_is_loaded_as_documented(tmp_path: Path) -> None:
@@ -83,32 +83,27 @@ def test_empty_lines_count_and_a_byte_order_mark_does_not(tmp_path: Path) -> Non
     assert dataset.where(1) == f"{path} line 3"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nowhere", "nowhere.jsonl", "my/nowhere.parquet", "./nowhere", "/no/where", "~/no", "x y"],
-)
-def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(name: str) -> None:
-    """It is told at once: the hub is asked for nothing that is no name there."""
-    with fails_with(DatasetError, "(looked from /"):
-        get_custom_dataset(path=name)
-
-
-@pytest.mark.parametrize(("name", "says"), [("tasks.parquet", "Parquet"), ("tasks.csv", ".jsonl")])
-def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, says: str) -> None:
-    (tmp_path / name).write_text("a,b\n")
-    with fails_with(DatasetError, name, says):
-        get_custom_dataset(path=tmp_path / name)
-
-
-def test_a_name_that_the_hub_does_not_have_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is told at once: the hub is asked for nothing that is no name there."""
     datasets = pytest.importorskip("datasets")
+    asked: list[str] = []
 
-    def load_dataset(*args: Any, **kwargs: Any) -> None:
+    def load_dataset(path: str, *args: Any, **kwargs: Any) -> None:
+        asked.append(path)
         raise FileNotFoundError("not on the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    names = ("nowhere", "nowhere.jsonl", "my/nowhere.parquet", "./nowhere", "/no/where", "~/no")
+    for name in (*names, "x y"):
+        with fails_with(DatasetError, "(looked from /"):
+            get_custom_dataset(path=name)
+    for name, says in (("tasks.parquet", "Parquet"), ("tasks.csv", ".jsonl")):
+        (tmp_path / name).write_text("a,b\n")
+        with fails_with(DatasetError, name, says):
+            get_custom_dataset(path=tmp_path / name)
+    assert asked == []
     with fails_with(DatasetError, "nobody/nothing", "not on the hub"):
         get_custom_dataset(path="nobody/nothing")
 

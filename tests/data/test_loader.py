@@ -20,14 +20,16 @@ def test_each_iteration_of_a_loader_passes_over_every_item_once() -> None:
     assert flat[0] != flat[1]
     in_order = ItemLoader(ROWS, 10, shuffle=False)
     assert [row["k"] for row in next(iter(in_order))] == list(range(10))
+    with fails_with(ValueError, "batch_size is 0"):
+        ItemLoader(ROWS, 0)
+    with fails_with(DatasetError, "empty"):
+        ItemLoader([], 4)
 
 
 def test_a_loader_goes_on_where_it_was() -> None:
-    loader = ItemLoader(ROWS, 3, seed=1)
+    loader, other = ItemLoader(ROWS, 3, seed=1), ItemLoader(ROWS, 3, seed=9)
     first = next(iter(loader))
-    state = json.loads(json.dumps(loader.state_dict()))
-    other = ItemLoader(ROWS, 3, seed=9)
-    other.load_state_dict(state)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     rest = [row["k"] for batch in other for row in batch]
     assert sorted([row["k"] for row in first] + rest) == list(range(10))
     assert rest == [row["k"] for batch in loader for row in batch]
@@ -48,10 +50,3 @@ def test_items_ahead_are_done_when_their_caller_says_so() -> None:
     # A pass of lists has what is left of it, too.
     assert [[row["k"] for row in batch] for batch in other] == [rest[:4], rest[4:]]
     assert sorted(row["k"] for batch in other for row in batch) == list(range(10))
-
-
-def test_nothing_to_load_is_refused() -> None:
-    with fails_with(ValueError, "batch_size is 0"):
-        ItemLoader(ROWS, 0)
-    with fails_with(DatasetError, "empty"):
-        ItemLoader([], 4)

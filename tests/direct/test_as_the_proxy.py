@@ -94,6 +94,13 @@ async def streamed(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> dict[st
     return message
 
 
+def by_choice(interactions: list[Interaction]) -> list[Interaction]:
+    """Choices of one call are recorded as they end: by their index."""
+    order = {i.id: k for k, i in enumerate(interactions)}
+    first = {i.id.partition(".")[0]: order[i.id] for i in reversed(interactions)}
+    return sorted(interactions, key=lambda i: (first[i.id.partition(".")[0]], i.id))
+
+
 def comparable(interactions: list[Interaction]) -> list[dict[str, Any]]:
     """Without what is each one's own; ids by their order."""
     names: dict[str | None, Any] = {None: None}
@@ -116,13 +123,6 @@ def comparable(interactions: list[Interaction]) -> list[dict[str, Any]]:
         own = {k: v for k, v in own.items() if k not in NEVER_THE_SAME}
         out.append(own | {"parent": names[i.parent_id]})
     return out
-
-
-def by_choice(interactions: list[Interaction]) -> list[Interaction]:
-    """Choices of one call are recorded as they end: by their index."""
-    order = {i.id: k for k, i in enumerate(interactions)}
-    first = {i.id.partition(".")[0]: order[i.id] for i in reversed(interactions)}
-    return sorted(interactions, key=lambda i: (first[i.id.partition(".")[0]], i.id))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -148,8 +148,9 @@ async def test_the_direct_client_records_what_the_proxy_records(
     by_proxy = by_choice(await proxy.recorded(session["session_id"]))
     ours = by_choice(direct.interactions)
     assert comparable(ours) == comparable(by_proxy)
-    asked, again = engine.requests[: len(texts)], engine.requests[len(texts) :]
-    assert [sent(r) for r in again] == [sent(r) for r in asked]
+    # What the engine was asked for, but the requests' names.
+    sent = [{k: v for k, v in request.items() if k != "rid"} for request in engine.requests]
+    assert sent[len(texts) :] == sent[: len(texts)]
     # And what would be trained on, masks and versions with it.
     direct.set_final_reward(1.0)
     discount = direct.apply_reward_discount(0.9)
@@ -161,8 +162,3 @@ async def test_the_direct_client_records_what_the_proxy_records(
         for name in ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask"):
             assert row[name].tolist() == theirs[other.id][name].tolist(), name
     assert set(discount) == {i.id for i in ours}
-
-
-def sent(request: dict[str, Any]) -> Any:
-    """What the engine was asked for, but the request's name."""
-    return {k: v for k, v in request.items() if k != "rid"}

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import openai
-from pydantic import BaseModel
+import pytest
+from pydantic import create_model
 
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
+from any_agent.types import Continuation
 from tests.direct.conftest import Make
 from tests.support.direct import CALL, HELLO, MODEL, TOOLS, said
 from tests.support.errors import fails_with
@@ -35,37 +37,16 @@ async def test_a_whole_answer_is_recorded_with_its_usage(
     assert usage.prompt_tokens == len(recorded.prompt_delta_ids)
 
 
-async def test_the_stream_helper_accumulates_the_whole_answer(
-    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
-) -> None:
-    engine.say(said(chat, CALL))
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": TOOLS}
-    async with client.chat.completions.stream(**asked) as stream:
-        kinds = {event.type async for event in stream}
-        final = await stream.get_final_completion()
-    assert {"chunk", "tool_calls.function.arguments.delta"} <= kinds
-    (recorded,) = client.interactions
-    told = final.choices[0].message.tool_calls
-    assert told is not None
-    assert [(c.id, c.function.name, c.function.arguments) for c in told] == [
-        (c["id"], c["function"]["name"], c["function"]["arguments"])
-        for c in recorded.output_message["tool_calls"]
-    ]
-
-
-class Number(BaseModel):
-    value: int
-
-
 async def test_a_parsed_answer_is_recorded_as_untrainable(
     make: Make, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
+    number = create_model("Number", value=int)
     client = make(mode="eval")
     engine.say(said(chat, '{"value": 7}'))
     parsed = await client.chat.completions.parse(
-        model=MODEL, messages=HELLO, response_format=Number
+        model=MODEL, messages=HELLO, response_format=number
     )
-    assert parsed.choices[0].message.parsed == Number(value=7)
+    assert parsed.choices[0].message.parsed == number(value=7)
     (recorded,) = client.interactions
     assert recorded.untrainable_reason == "grammar"
 
@@ -100,16 +81,13 @@ async def test_legacy_completions_stream_the_same_text(client: EngineOpenAI) -> 
 async def test_wrong_calls_raise_the_sdks_exceptions_and_record_nothing(
     client: EngineOpenAI, engine: ScriptedEngine
 ) -> None:
+    long = [{"role": "user", "content": "many words " * 2000}]
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"messages": []}, "invalid_request", "messages"),
         ({"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
         ({"temperature": 3}, "invalid_request", "temperature"),
         ({"extra_body": {"suffix": "x"}}, "unsupported_parameter", "suffix"),
-        (
-            {"messages": [{"role": "user", "content": "many words " * 2000}]},
-            "context_length_exceeded",
-            "messages",
-        ),
+        ({"messages": long}, "context_length_exceeded", "messages"),
     ]
     for fields, code, param in wrong:
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO} | fields
@@ -122,9 +100,7 @@ async def test_wrong_calls_raise_the_sdks_exceptions_and_record_nothing(
     with fails_with(openai.NotFoundError, code="model_not_found"):
         await client.models.retrieve("gpt-4o")
     assert [model.id async for model in await client.models.list()] == ["policy"]
-    assert (await client.models.retrieve("policy")).id == "policy"
-    assert not engine.requests
-    assert not client.interactions
+    assert not engine.requests and not client.interactions
 
 
 async def test_a_client_with_other_options_shares_the_session(client: EngineOpenAI) -> None:
@@ -136,3 +112,55 @@ async def test_a_client_with_other_options_shares_the_session(client: EngineOpen
     assert other.session_id == client.session_id
     with fails_with(TypeError, "base_url"):
         client.with_options(base_url="http://elsewhere.invalid")
+
+
+ADD: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
+
+
+async def test_a_response_can_be_read_again_and_rewarded(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    engine.say(said(chat, "12 and 3"))
+    answer = await client.responses.create(model=MODEL, input="Say a number.")
+    assert answer.output_text == "12 and 3"
+    assert answer.status == "completed"
+    (recorded,) = client.interactions
+    assert recorded.id == answer.id
+    assert await client.responses.retrieve(answer.id) == answer
+    with fails_with(openai.NotFoundError, code="response_not_found"):
+        await client.responses.retrieve("resp_none")
+    await client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(answer.id)
+    # It stays a part of its session.
+    client.set_reward(answer.id, 1.0)
+    assert client.export_interactions()[answer.id].reward == 1.0
+
+
+async def test_turns_continued_by_a_previous_response_id_are_exact(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    tools: Any = [ADD]
+    engine.say(said(chat, CALL))
+    first = await client.responses.create(model=MODEL, input="2 + 3?", tools=tools)
+    call = first.output[0]
+    assert call.type == "function_call"
+    engine.say(said(chat, "It is 5."))
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+    second = await client.responses.create(
+        model=MODEL, input=output, tools=tools, previous_response_id=first.id
+    )
+    engine.say(said(chat, "Yes."))
+    stream = await client.responses.create(
+        model=MODEL,
+        input="Sure?",
+        tools=tools,
+        previous_response_id=second.id,
+        stream=True,
+    )
+    events = [event async for event in stream]
+    assert events[-1].type == "response.completed"
+    kinds = [i.continuation for i in client.interactions]
+    assert kinds == [Continuation.ROOT, Continuation.EXACT, Continuation.EXACT]
+    with fails_with(openai.NotFoundError, code="previous_response_not_found"):
+        await client.responses.create(model=MODEL, input="x", previous_response_id="resp_other")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,23 +132,21 @@ def worst_and_exact(models: Sequence[Any], client: EngineOpenAI) -> tuple[float,
     return worst, exact
 
 
-def answered(clients: list[EngineOpenAI], least: int) -> bool:
-    """Whether so many of their calls were."""
-    return sum(len(client.interactions) for client in clients) >= least
-
-
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("add", "find")
 ]
-FORCED = [
-    {},
-    {"tools": TOOLS, "tool_choice": "required"},
-    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "find"}}},
-]
 
 
-@pytest.mark.parametrize("fields", FORCED, ids=["plain", "required", "named"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "find"}}},
+    ],
+    ids=["plain", "required", "named"],
+)
 @pytest.mark.service
 async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     fields: dict[str, Any],
@@ -165,7 +162,7 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     talks = [asyncio.create_task(talk(client, k, **fields)) for k, client in enumerate(clients)]
     # Updates cut whatever is under way, and come between the calls of others.
     for version in range(1, 4):
-        await until(partial(answered, clients, 4 * version))
+        await until(lambda: sum(len(c.interactions) for c in clients) >= 4 * version)  # noqa: B023
         await remote.pause()
         await embedded.update_weights(str(paths[version]), str(version))
         await remote.resume(version)

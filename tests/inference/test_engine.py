@@ -64,14 +64,11 @@ async def test_a_text_is_asked_of_the_newest_checkpoint(
     assert engine.path is not None and engine.path.name == "step-00000020"
 
 
-@pytest.mark.parametrize("asked", [{"step": 10}, {"version": 11}])
-def test_a_named_checkpoint_answers_under_its_version(
-    trial: RunDir, models: list[Path], asked: dict[str, int]
-) -> None:
-    with RemoteSGLangEngine().initialize(**PLACE, root=trial.path.parents[2], **asked) as engine:
+def test_a_named_checkpoint_answers_under_its_version(trial: RunDir, models: list[Path]) -> None:
+    root = trial.path.parents[2]
+    with RemoteSGLangEngine().initialize(**PLACE, root=root, version=11) as engine:
         gconfig = GenerationHyperparameters(max_new_tokens=8, ignore_eos=True)
-        response = engine.generate([5, 6, 7], gconfig)
-    check(response, models[0], 1.0, 11)
+        check(engine.generate([5, 6, 7], gconfig), models[0], 1.0, 11)
 
 
 async def test_every_way_to_ask_gives_the_same_answer(engine: RemoteSGLangEngine) -> None:
@@ -90,19 +87,15 @@ async def test_every_way_to_ask_gives_the_same_answer(engine: RemoteSGLangEngine
 
 async def test_a_stream_adds_up_to_the_whole_answer(engine: RemoteSGLangEngine) -> None:
     asked: dict[str, Any] = {"prompt": QUESTION, "seed": 7, "max_tokens": 24}
-    for more in ({}, {"stop": ["e"]}):
+    last = (await engine.agenerate(**asked)).token_ids[5]
+    for more, matched in (({}, None), ({"stop": ["e"]}, "e"), ({"stop_token_ids": last}, last)):
         whole = await engine.agenerate(**asked, **more)
         chunks = [chunk async for chunk in engine.agenerate_stream(**asked, **more)]
+        assert matched is None or whole.matched_stop == matched
         assert "".join(chunk.text for chunk in chunks) == whole.text
         assert [i for chunk in chunks for i in chunk.output_ids] == whole.token_ids
         assert [p for chunk in chunks for p in chunk.logprobs] == whole.logprobs
-    assert whole.matched_stop == "e" and "e" not in whole.text
-    free = await engine.agenerate(**asked)
-    last = free.token_ids[5]
-    whole = await engine.agenerate(**asked, stop_token_ids=last)
-    chunks = [chunk async for chunk in engine.agenerate_stream(**asked, stop_token_ids=last)]
-    assert whole.matched_stop == last
-    assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert more != {"stop": ["e"]} or "e" not in whole.text
 
 
 async def test_a_stream_that_is_left_or_a_call_that_is_cancelled_ends_its_request(
@@ -230,7 +223,6 @@ def test_workflows_run_on_an_engine_object(engine: RemoteSGLangEngine) -> None:
 def test_a_scripts_configuration_serves_its_model_and_sampling(
     models: list[Path], tmp_path: Path
 ) -> None:
-    """Its model is served, and workflows sample as it says."""
     config = GRPOConfig.model_validate(
         {
             "model": {"path": str(models[0]), "enable_thinking": False},
@@ -249,7 +241,6 @@ def test_a_scripts_configuration_serves_its_model_and_sampling(
 
 
 def test_closing_an_engine_ends_the_calls_of_other_threads(models: list[Path]) -> None:
-    """None of them waits for ever."""
     engine = RemoteSGLangEngine().initialize(model=models[0])
     gconfig = GenerationHyperparameters(max_new_tokens=3)
     asked = threading.Event()

@@ -102,7 +102,6 @@ def test_an_sglang_that_cannot_start_says_why(root: Path) -> None:
 def test_the_embedded_engine_serves_where_sglang_cannot(
     root: Path, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless it was asked for."""
     asked: dict[str, Any] = {"device": "auto" if lacks == "gpu" else "cpu"}
     monkeypatch.setattr(started, "sees_gpu", lambda: False)
     if lacks == "sglang":

@@ -59,24 +59,19 @@ def test_weights_are_found_by_the_root_and_user_of_the_environment(
     assert runs.path.is_relative_to(tmp_path / "runs")
 
 
-@pytest.mark.parametrize(
-    ("asked", "error", "says"),
-    [
+def test_a_missing_checkpoint_is_told_with_those_that_exist(trial: RunDir, tmp_path: Path) -> None:
+    here: dict[str, Any] = {**NAMES, "root": root_of(trial)}
+    for asked, error, says in (
         ({"step": 15}, NotFound, "10 (version 11), 20"),
         ({"version": 15}, NotFound, "versions 0, 11, 21"),
         ({"step": 10, "version": 11}, ValueError, "step"),
         ({"trial": "two"}, NotFound, "exp/one (user me"),
         ({"user": "you"}, NotFound, "exp/one (user me)"),
         ({"experiment": "../exp"}, ConfigError, "experiment"),
-    ],
-)
-def test_a_missing_checkpoint_is_told_with_those_that_exist(
-    trial: RunDir, asked: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
-) -> None:
-    with fails_with(error, says):
-        kept_model(**(NAMES | asked), root=root_of(trial))
-    with fails_with(NotFound, "no trials"):
-        kept_model(**NAMES, root=tmp_path / "none")
+        ({"root": tmp_path / "none"}, NotFound, "no trials"),
+    ):
+        with fails_with(error, says):
+            kept_model(**(here | asked))
 
 
 def test_a_checkpoint_that_is_not_whole_or_of_an_older_layout_is_not_used(
@@ -91,26 +86,22 @@ def test_a_checkpoint_that_is_not_whole_or_of_an_older_layout_is_not_used(
         kept_model(**NAMES, root=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "says"),
-    [
+def test_names_of_weights_that_contradict_each_other_are_refused() -> None:
+    names = dict.fromkeys(("experiment", "trial", "user", "root", "step", "version", "model"))
+    for changes, error, says in (
         ({"experiment": "exp"}, ValueError, "trial"),
         ({"experiment": "e", "trial": "t", "model": "m"}, ValueError, "model"),
         ({"model": "m", "step": 1}, ValueError, "step and version"),
         ({"model": "/no/such"}, ConfigError, "/no/such"),
-    ],
-)
-def test_names_of_weights_that_contradict_each_other_are_refused(
-    changes: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    names = dict.fromkeys(("experiment", "trial", "user", "root", "step", "version", "model"))
-    with fails_with(error, says):
-        find_weights_source(**(names | changes), settings=Config())  # type: ignore[arg-type]
-
-
-def test_an_engine_without_names_or_of_an_unknown_kind_is_refused() -> None:
+    ):
+        with fails_with(error, says):
+            find_weights_source(**(names | changes), settings=Config())  # type: ignore[arg-type]
     engine = RemoteSGLangEngine()
-    with fails_with(ValueError, "experiment_name and trial_name"):
-        engine.initialize()
-    with fails_with(ValueError, "'vllm'", "embedded or sglang"):
-        engine.initialize(model="some/model", kind="vllm")  # type: ignore[arg-type]
+    for given, error, names_ in (
+        ({}, ValueError, ["experiment_name and trial_name"]),
+        ({"model": "some/model", "kind": "vllm"}, ValueError, ["'vllm'", "embedded or sglang"]),
+        ({"url": "http://8.8.8.8:30000"}, ConfigError, []),
+        ({"url": "ftp://127.0.0.1"}, ConfigError, []),
+    ):
+        with fails_with(error, *names_):
+            engine.initialize(**given)  # type: ignore[arg-type]

@@ -14,23 +14,10 @@ from any_agent.rollout.lease_executor import describe_waiting
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=1)
 
 
-def view(
-    *queue: int,
-    running: int = 0,
-    buffered: int = 0,
-    reserved: int = 0,
-    headroom: int = 0,
-    away: bool = False,
-) -> RankView:
-    now = Capacity(
-        admitted=100,
-        reserved=reserved,
-        waiting=sum(queue),
-        running=running,
-        buffered=buffered,
-        limit=100 + headroom,
-        queue=list(queue),
-    )
+def view(*queue: int, headroom: int = 0, away: bool = False, **counts: int) -> RankView:
+    """``counts``: the running, buffered and reserved slots."""
+    fields = {"reserved": 0, "running": 0, "buffered": 0, "limit": 100 + headroom, **counts}
+    now = Capacity(admitted=100, waiting=sum(queue), queue=list(queue), **fields)
     return RankView(now, 100 + headroom, away)
 
 

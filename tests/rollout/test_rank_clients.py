@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,37 +19,25 @@ from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from tests.support.errors import fails_with
 
 INFO = {
-    "experiment": "e",
-    "trial": "t",
-    "user": "u",
-    "model": "m",
-    "state": "training",
-    "step": 0,
-    "checkpoint": None,
+    **{"experiment": "e", "trial": "t", "user": "u", "model": "m"},
+    **{"state": "training", "step": 0, "checkpoint": None},
 }
 
 
-class Rank:
-    """Answers `/rl/v1/run`, with its number as the version."""
+@asynccontextmanager
+async def rank(number: int) -> AsyncIterator[str]:
+    """The URL of one that answers `/rl/v1/run`, with its number as the version."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.url = ""
+    async def run(request: web.Request) -> web.Response:
+        return web.json_response(INFO | {"version": number})
 
-    async def __aenter__(self) -> Rank:
-        async def run(request: web.Request) -> web.Response:
-            return web.json_response(INFO | {"version": self.number})
-
-        app = web.Application()
-        app.router.add_get("/rl/v1/run", run)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+    app = web.Application()
+    app.router.add_get("/rl/v1/run", run)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
 
 
 def tell(folder: Path, rank: int, url: str) -> None:
@@ -64,21 +54,21 @@ async def versions(ranks: RankClients) -> list[int]:
 
 async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
     ranks = RankClients(tmp_path, FleetFile(None, 2), retry_for=15)
-    async with Rank(10) as zero, Rank(11) as one, Rank(12) as moved:
-        tell(tmp_path, 0, zero.url)
+    async with rank(10) as zero, rank(12) as moved:
+        tell(tmp_path, 0, zero)
         waiting = asyncio.create_task(versions(ranks))
         await ranks.clients[0].run_info()
         assert not waiting.done()
-        tell(tmp_path, 1, one.url)
-        assert await waiting == [10, 11]
+        async with rank(11) as one:
+            tell(tmp_path, 1, one)
+            assert await waiting == [10, 11]
         # Another process, another address: the next attempt goes there.
-        await one.__aexit__()
         asking = asyncio.create_task(versions(ranks))
-        tell(tmp_path, 1, moved.url)
+        tell(tmp_path, 1, moved)
         assert await asking == [10, 12]
         entry = ranks.entry(1)
         assert entry is not None
-        assert (entry.url, entry.engine_url) == (moved.url, "e")
+        assert (entry.url, entry.engine_url) == (moved, "e")
     await ranks.close()
 
 
@@ -123,9 +113,9 @@ async def test_clients_follow_the_fleet_as_ranks_come_and_end(
     joining = Fleet.of(2).with_state(2, "joining")
     change(joining)
     assert (ranks.present, ranks.joining) == ([0, 1], []), "its proxy is not up"
-    async with Rank(10) as zero, Rank(11) as one, Rank(12) as two:
-        for number, rank in enumerate((zero, one, two)):
-            tell(registry, number, rank.url)
+    async with rank(10) as zero, rank(11) as one, rank(12) as two:
+        for number, url in enumerate((zero, one, two)):
+            tell(registry, number, url)
         ranks.follow()
         assert (ranks.present, ranks.joining) == ([0, 1, 2], [2])
         assert await versions(ranks) == [10, 11, 12]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +14,11 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.data import ItemLoader
+from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.rollout import WorkflowExecutor
-from any_agent.types import GenerationHyperparameters
-from any_agent.workflow import GroupedRolloutWorkflow, context
+from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
+from any_agent.workflow import RolloutWorkflow, context
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import (
@@ -46,17 +47,6 @@ def test_wait_returns_every_submitted_item_and_none_for_rejected_ones() -> None:
         results = e.wait(4, timeout=60)
         assert [r and numbers(r) for r in results] == [None, [1, 1], None, [3, 3]]
         assert e.rejected == {"returned_none": 2, "not_accepted": 4}
-
-
-def test_the_runs_of_a_group_are_returned_as_one_result() -> None:
-    workflow = Doing()
-    with executor() as e:
-        e.submit({"n": 7}, Doing(), group_size=4)
-        e.submit({"n": 7}, GroupedRolloutWorkflow(workflow, 3), group_size=2)
-        group, grouped = e.wait(2, timeout=60)
-    assert group is not None and grouped is not None
-    assert (group["input_ids"].shape, group["rewards"].shape) == ((4, 3), (4,))
-    assert len(workflow.seen) == len(grouped["input_ids"]) == 6
 
 
 def test_finished_items_come_first_in_the_order_of_their_submission() -> None:
@@ -228,20 +218,18 @@ def test_an_executor_keeps_to_its_loader_and_workflow() -> None:
         with pytest.raises(ConfigError):
             e.prepare_batch(data, workflow, group_size=5)
         e.prepare_batch(data, workflow, timeout=60)
-        for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
+        for loader, other, size in (
+            (items(10), workflow, 1),
+            (data, Doing(), 1),
+            (data, workflow, 2),
+        ):
             with pytest.raises(ConfigError):
-                e.prepare_batch(*other[:2], group_size=other[2])
+                e.prepare_batch(loader, other, group_size=size)
         assert e.prepare_batch(data, workflow, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("loader", "error"),
-    [(["text"], TypeError), ([["text"]], TypeError), (iter(items(2)), ValueError)],
-)
-def test_a_loader_of_the_wrong_type_or_form_is_refused(loader: Any, error: type[Exception]) -> None:
-    with executor() as e, pytest.raises(error):
-        e.prepare_batch(loader, Doing(), timeout=60)
-        e.prepare_batch(loader, Doing(), timeout=60)
+    for wrong, error in ((["text"], TypeError), ([["text"]], TypeError), (iter(data), ValueError)):
+        with executor() as e, pytest.raises(error):
+            e.prepare_batch(wrong, Doing(), timeout=60)  # type: ignore[arg-type]
+            e.prepare_batch(wrong, Doing(), timeout=60)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [OSError("no disk"), TimeoutError("no disk")])
@@ -274,7 +262,6 @@ def test_a_call_that_fails_fails_alone(error: Exception) -> None:
 
 
 def test_a_slow_loader_stops_no_episode() -> None:
-    """It is read in a thread of its own."""
     free = threading.Event()
 
     class Slow:
@@ -451,19 +438,14 @@ def test_an_interrupt_ends_the_wait() -> None:
 
 
 def test_several_callers_at_once_each_get_their_own_results() -> None:
-    with executor(batch_size=2, eta=0, max_concurrent=3) as e:
-        results: list[list[int]] = []
+    with executor(batch_size=2, eta=0, max_concurrent=3) as e, ThreadPoolExecutor(4) as threads:
 
-        def work(first: int) -> None:
+        def work(first: int) -> list[int]:
             data = [{"n": first + n} for n in range(20)]
-            results.append([numbers(r)[0] for r in e.rollout_batch(data, Doing())])
+            return [numbers(r)[0] for r in e.rollout_batch(data, Doing())]
 
-        threads = [threading.Thread(target=work, args=(100 * k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert sorted(results) == [[100 * k + n for n in range(20)] for k in range(4)]
+        got = list(threads.map(work, range(0, 400, 100)))
+    assert got == [[100 * k + n for n in range(20)] for k in range(4)]
 
 
 @pytest.mark.parametrize("is_eval", [True, False])
@@ -517,20 +499,16 @@ def results(*futures: Future[Any]) -> tuple[list[Any], list[BaseException]]:
 def test_of_two_who_wait_for_one_item_one_gets_it(asked: str) -> None:
     flow = Gated()
     with executor() as e, ThreadPoolExecutor(2) as threads:
-        ask: Callable[[int], Any] = getattr(e, asked)
         task = e.submit({"n": 7}, flow)
-        futures = [threads.submit(ask, task) for _ in range(2)]
+        futures = [threads.submit(getattr(e, asked), task) for _ in range(2)]
         flow.let(7)
         got, errors = results(*futures)
     assert len(got) == 1
-    assert [str(error) for error in errors] == [
-        "task_id 0 was not submitted, or waited for already"
-    ]
-    assert isinstance(errors[0], ValueError)
+    (error,) = errors
+    assert isinstance(error, ValueError) and "task_id 0" in str(error)
 
 
 def test_of_two_who_wait_for_more_than_there_is_one_is_told() -> None:
-    """Of four that were submitted each of two threads wants three."""
     flow = Gated()
     with executor() as e, ThreadPoolExecutor(2) as threads:
         for item in items(4):
@@ -552,3 +530,60 @@ def test_a_batch_that_another_thread_takes_from_fails_by_name() -> None:
         flow.let(0, 2)
         with fails_with(ValueError, "another thread"):
             future.result(LIMIT)
+
+
+SAMPLING = GenerationHyperparameters(max_new_tokens=12, temperature=1.0)
+ITEM = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}
+
+
+class Remembering:
+    """An engine that keeps the seeds of its requests."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool = True
+    ) -> AsyncGenerator[GenerationChunk]:
+        self.seeds.append(request.gconfig.seed)
+        yield GenerationChunk([7], [-1.0], [0], "length")
+
+
+class Calls(RolloutWorkflow):
+    """Calls the engine twice, by both of its methods, and once with a seed of its own."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        request = ModelRequest(rid="r", input_ids=[5], gconfig=SAMPLING)
+        await engine.agenerate(request)
+        _ = [chunk async for chunk in engine.generate(request)]
+        own = ModelRequest(rid="r", input_ids=[5], gconfig=SAMPLING.new(seed=77))
+        await engine.agenerate(own)
+        return tensors([1, 2, 3])
+
+
+def seeds(*, is_eval: bool = False, **config: Any) -> list[int | None]:
+    engine: Any = Remembering()
+    with executor(EnginePool([engine]), **config) as e:
+        for task in range(2):
+            e.submit(ITEM, Calls(), task_id=task, is_eval=is_eval, group_size=2)
+        e.wait(2, timeout=60)
+    return sorted(engine.seeds, key=str)
+
+
+def test_each_call_of_a_deterministic_run_has_its_own_seed() -> None:
+    train, judged = seeds(deterministic=True), seeds(deterministic=True, is_eval=True)
+    for found in (train, judged):
+        # Two items, two runs, three calls.
+        assert len(set(found)) == 12 and not {None, 77} & set(found)
+    assert not set(train) & set(judged)
+    assert seeds(deterministic=True) == train
+    assert len(set(seeds(deterministic=True, options={"seed": 1})) & set(train)) == 4
+
+
+def test_a_seed_of_a_call_makes_no_samples_equal() -> None:
+    """Equal samples of a group would have no advantages."""
+    found = seeds()
+    assert len(set(found) - {None, 77}) == 4 and found.count(None) == 8
+    assert seeds() == found

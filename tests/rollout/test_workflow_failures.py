@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,17 +15,24 @@ import numpy as np
 import pytest
 import torch
 
+from any_agent.engine import EnginePool
+from any_agent.engine.base import Capabilities
 from any_agent.errors import (
     EngineUnavailable,
     InvalidRequest,
+    InvalidTrajectory,
     RolloutError,
     ServiceUnavailable,
     TrainingError,
 )
+from any_agent.rollout import WorkflowExecutor
 from any_agent.rollout.failure_budget import is_transient
+from any_agent.rollout.jobs import JobStream
+from any_agent.types import GenerationChunk, ModelRequest
+from any_agent.workflow.tensors import rows_of
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
-from tests.support.workflow_executor import Doing, executor, items, numbers
+from tests.support.workflow_executor import REJECT, Doing, executor, items, numbers
 
 
 async def forever(data: dict[str, Any]) -> None:
@@ -77,36 +86,37 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
 
 
 def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
-    workflow = Doing(lambda _: ValueError("it is broken"))
     with executor(max_failures=2, max_concurrent=1) as e:
         with fails_with(TrainingError, "2 episodes"):
-            e.rollout_batch(items(8), workflow)
-        earlier = ("earlier call", "2 episodes")
-        with fails_with(TrainingError, *earlier):
-            e.rollout_batch(items(2), Doing())
-        with fails_with(TrainingError, *earlier):
-            e.prepare_batch(items(2), Doing())
+            e.rollout_batch(items(8), Doing(lambda _: ValueError("it is broken")))
+        for ask in (e.rollout_batch, e.prepare_batch):
+            with fails_with(TrainingError, "earlier call", "2 episodes"):
+                ask(items(2), Doing())
 
 
-@pytest.mark.parametrize("how", ["wait", "rollout_batch", "prepare_batch", "sessions_batch"])
-def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
+def submit_and_wait(e: WorkflowExecutor, workflow: Doing) -> None:
+    for item in items(50):
+        e.submit(item, workflow)
+    e.wait(50, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        submit_and_wait,
+        lambda e, workflow: e.rollout_batch(items(50), workflow),
+        lambda e, workflow: e.prepare_batch(items(50), workflow, timeout=60),
+        lambda e, workflow: e.sessions_batch(enumerate(items(10_000)), workflow, timeout=60),
+    ],
+    ids=["wait", "rollout_batch", "prepare_batch", "sessions_batch"],
+)
+def test_an_agent_that_always_fails_ends_the_run(ask: Callable[..., object]) -> None:
     workflow = Doing(lambda _: ValueError("no such tool"))
-    stream = iter([(n, {"n": n}) for n in range(10_000)])
-    data = items(50)
     with (
         executor(max_failures=8, max_concurrent=4) as e,
         fails_with(TrainingError, "8 episodes", "ValueError: no such tool"),
     ):
-        if how == "wait":
-            for item in data:
-                e.submit(item, workflow)
-            e.wait(50, timeout=60)
-        elif how == "rollout_batch":
-            e.rollout_batch(data, workflow)
-        elif how == "prepare_batch":
-            e.prepare_batch(data, workflow, timeout=60)
-        else:
-            e.sessions_batch(stream, workflow, timeout=60)
+        ask(e, workflow)
     assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
 
 
@@ -201,18 +211,99 @@ class WithStatus(Exception):
         self.status_code = status
 
 
-@pytest.mark.parametrize(
-    ("error", "passing"),
-    [
-        (EngineUnavailable("away"), True),
-        (ConnectionResetError(), True),
-        (httpx.ConnectTimeout("late"), True),
-        (APIConnectionError(), True),
-        (WithStatus(503), True),
-        (WithStatus(400), False),
-        (InvalidRequest("too long"), False),
-        (ValueError(), False),
-    ],
-)
-def test_errors_that_may_pass_are_told_from_lasting_ones(error: Exception, passing: bool) -> None:
-    assert is_transient(error) is passing
+def test_errors_that_may_pass_are_told_from_lasting_ones() -> None:
+    passing = [EngineUnavailable("away"), ConnectionResetError(), httpx.ConnectTimeout("late")]
+    passing += [APIConnectionError(), WithStatus(503)]
+    lasting = [WithStatus(400), InvalidRequest("too long"), ValueError()]
+    assert [one for one in passing + lasting if is_transient(one)] == passing
+
+
+class Weights:
+    """An engine that has them; what is sampled, the tests make up."""
+
+    paused = False
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool = True
+    ) -> AsyncGenerator[GenerationChunk]:
+        raise NotImplementedError
+        yield
+
+    async def pause(self) -> None: ...
+
+    async def resume(self, version: int) -> None:
+        self.version = version
+
+
+def sampled_by(version: int) -> Doing:
+    def episode(data: dict[str, Any]) -> Any:
+        result = tensors([1, 2, data["n"]])
+        result["versions"][result["loss_mask"] == 1] = version
+        return result
+
+    return Doing(episode)
+
+
+def batch_of(engines: list[Weights], version: int, *, told: int, coming: int | None = None) -> Any:
+    """Sessions whose tokens are all of ``version``; and why others were left out."""
+    with executor(EnginePool(engines), batch_size=1) as e:
+        e.release(told)
+        if coming is not None:
+            e.hold(coming)
+        stream = iter([(0, {"n": 7})])
+        return e.sessions_batch(stream, sampled_by(version), timeout=60), dict(e.rejected)
+
+
+def test_a_version_that_no_rank_was_told_of_is_refused() -> None:
+    assert batch_of([Weights(5)], 6, told=5) == ([], {"invalid": 1})
+    # One engine came back with old weights: the others are not wrong.
+    batch, rejected = batch_of([Weights(0), Weights(5)], 5, told=5)
+    assert (len(batch), rejected) == (1, {})
+    # A trainer that died while it published has used up the version in between.
+    batch, rejected = batch_of([Weights(5)], 8, told=5, coming=8)
+    assert (len(batch), rejected) == (1, {})
+
+
+def test_a_token_that_the_model_does_not_know_costs_its_session_alone() -> None:
+    """Trained on, it would end the training, and every one after it."""
+    with executor(batch_size=1, options={"vocab_size": 100}) as e:
+        stream = iter([(n, {"n": n}) for n in (100, 99)])
+        ((session,),) = e.sessions_batch(stream, Doing(), timeout=60)
+        assert (session.session_id, dict(e.rejected)) == ("data-99-0", {"invalid": 1})
+    with fails_with(InvalidTrajectory, "token id 100"):
+        rows_of(tensors([1, 2, 100]), vocab_size=100)
+
+
+def test_a_rejected_last_item_is_reported_before_the_batch_ends() -> None:
+    told: list[int] = []
+
+    def slowly(position: int, why: str) -> None:
+        time.sleep(0.2)
+        told.append(position)
+
+    with executor(batch_size=1) as e:
+        stream = iter([(0, {"n": 0})])
+        workflow = Doing(lambda data: REJECT)
+        assert e.sessions_batch(stream, workflow, on_rejected=slowly, timeout=60) == []
+        assert told == [0]
+
+
+def test_an_item_is_under_way_before_it_is_no_longer_waiting() -> None:
+    """Another thread asks at any moment whether all is over."""
+    over: list[bool] = []
+
+    class Asked(deque[Any]):
+        def popleft(self) -> Any:
+            item = super().popleft()
+            over.append(stream.ended())
+            return item
+
+    stream = JobStream(iter(()), Doing(), 1, 1, exhausted=True, waiting=Asked([(0, {})]))
+    assert stream.next_job().position == 0
+    assert (over, stream.running_jobs) == ([False], 1)

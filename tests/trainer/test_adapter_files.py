@@ -64,17 +64,12 @@ def a_checkpoint_is_complete(base: Path, folder: Path) -> None:
     path = save_checkpoint(folder, policy, base, {})
     rows = random_rows(8, dtype=torch.float32)
     expected = torch.cat(row_logprobs(policy, rows))
-    settings = PolicyConfig(threads=1)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    torch.testing.assert_close(
-        torch.cat(row_logprobs(Policy(model, settings), rows)), expected, atol=1e-4, rtol=0
-    )
     bare = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     by_peft = PeftModel.from_pretrained(bare, path / "adapter").merge_and_unload()
     by_peft.requires_grad_(True)
-    torch.testing.assert_close(
-        torch.cat(row_logprobs(Policy(by_peft, settings), rows)), expected, atol=1e-4, rtol=0
-    )
+    for model in (AutoModelForCausalLM.from_pretrained(path, dtype="auto"), by_peft):
+        found = torch.cat(row_logprobs(Policy(model, PolicyConfig(threads=1)), rows))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_a_checkpoint_has_the_merged_model_and_the_adapter(
@@ -82,15 +77,14 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(
 ) -> None:
     a_checkpoint_is_complete(tiny_model_dir, tmp_path)
     config = json.loads((saved / "adapter" / "adapter_config.json").read_text())
-    given = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "peft_type")}
-    assert given == {"r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "peft_type": "LORA"}
-    assert config["base_model_name_or_path"] == str(tiny_model_dir)
+    wanted = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "peft_type": "LORA"}
+    wanted["base_model_name_or_path"] = str(tiny_model_dir)
+    assert {name: config[name] for name in wanted} == wanted
     assert config["target_modules"][:2] == ["down_proj", "gate_proj"]
     sizes = json.loads((saved / "manifest.json").read_text())["files"]
-    assert (
-        1 < sizes["trainer/optimizer.safetensors"] / sizes["adapter/adapter_model.safetensors"] < 3
-    )
-    assert sizes["trainer/optimizer.safetensors"] < sizes["model.safetensors"]
+    optimizer = sizes["trainer/optimizer.safetensors"]
+    assert 1 < optimizer / sizes["adapter/adapter_model.safetensors"] < 3
+    assert optimizer < sizes["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -124,36 +118,28 @@ def test_an_adapters_checkpoint_is_not_resumed_on_another_base(
 
 
 def test_a_checkpoint_of_all_weights_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    policy = Policy.load(tiny_model_dir)
-    path = save_checkpoint(tmp_path, policy, tiny_model_dir, {})
+    path = save_checkpoint(tmp_path, Policy.load(tiny_model_dir), tiny_model_dir, {})
     with fails_with(ConfigError, "LoRA", "train.lora"):
         load_checkpoint(path, CONFIG)
-
-
-# -- a run -----------------------------------------------------------------------------------------
-
-
-SETTINGS = (
-    *("train.lr=1e-2", "train.lora.rank=4", "train.lora.alpha=12"),
-    *("train.checkpoint_every=2", "rollout.eta=9"),
-)
-
-
-def run_of(root: Path, model: Path, *more: str) -> Config:
-    return config_of([f"root={root}", f"model.path={model}", *SETTINGS], *more)
 
 
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """Killed after the third step, whose checkpoint is that of the second."""
+
+    def run_of(name: str, *more: str) -> Config:
+        base = [f"root={tmp_path / name}", f"model.path={tiny_model_dir}", "rollout.eta=9"]
+        adapter = ("train.lora.rank=4", "train.lora.alpha=12", "train.lr=1e-2", "train.steps=4")
+        return config_of(base, *adapter, "train.checkpoint_every=2", *more)
+
     episodes = [pair(f"p{k}", turns=1 + k % 2) for k in range(4)]
-    whole = Lab(run_of(tmp_path / "whole", tiny_model_dir, "train.steps=4"), list(episodes))
+    whole = Lab(run_of("whole"), list(episodes))
     assert whole.trainer.train()
     expected = outcome(whole)
     assert any("lora_A" in name for name in expected["tensors"])
 
-    config = run_of(tmp_path / "killed", tiny_model_dir, "train.steps=4")
+    config = run_of("killed")
     second = Lab(config, episodes[3:], before=Lab(config, list(episodes)).die("published", 3))
     assert second.trainer.train()
     assert_same_outcome(expected, outcome(second))
@@ -163,9 +149,8 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     assert holds_weights(weights_folder(second.trainer.dir.weights, newest), second.trainer.policy)
     third = Lab(config, [], before=second)
     assert third.trainer.train() and not third.service.published
-    other = Lab(run_of(tmp_path / "killed", tiny_model_dir, "train.lora.rank=8"), [], before=third)
     with fails_with(ConfigError, "rank 4", "train.lora.rank=8"):
-        other.trainer.train()
+        Lab(run_of("killed", "train.lora.rank=8"), [], before=third).trainer.train()
 
 
 def test_an_adapter_without_its_base_needs_the_settings_one(

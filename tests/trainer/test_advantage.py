@@ -36,32 +36,28 @@ def test_advantages_of_the_documents_worked_example_hold() -> None:
     assert not got.zero_variance
 
 
-def test_equal_scores_are_zero_variance_even_if_turns_differ() -> None:
-    """Divided by 1e-4 their turns would get advantages in the hundreds."""
-    (got,) = group_advantages([[session(0.9, 1.0), session(1.0, 0.9)]])
+@pytest.mark.parametrize(
+    "group",
+    [
+        # Divided by 1e-4 their turns would get advantages in the hundreds.
+        [session(0.9, 1.0), session(1.0, 0.9)],
+        # Their scores differ by rounding.
+        [session(0.1, 0.2, 0.3), session(0.2)],
+        # One score of several.
+        [session(1.0), session(9.0, counted=[False])],
+    ],
+)
+def test_a_group_with_nothing_to_compare_has_no_advantage(group: list[SessionRewards]) -> None:
+    (got,) = group_advantages([group])
     assert got.zero_variance
-    assert got.advantages == ((0.0, 0.0), (0.0, 0.0))
+    assert not any(advantage for of_session in got.advantages for advantage in of_session)
 
 
-def test_scores_that_differ_by_rounding_have_no_variance() -> None:
-    (got,) = group_advantages([[session(0.1, 0.2, 0.3), session(0.2)]])
-    assert got.zero_variance
-
-
-def test_a_group_with_one_score_of_several_has_no_advantage() -> None:
-    (got,) = group_advantages([[session(1.0), session(9.0, counted=[False])]])
-    assert got.zero_variance and got.advantages == ((0.0,), (0.0,))
-
-
-def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
+def test_a_group_of_one_has_the_baseline_of_the_batch() -> None:
     got = group_advantages([[session(0.9, 1.0)], [session(0.95)]])
-    assert got[0].advantages[0] == pytest.approx((-0.05, 0.05))
-    assert not got[0].zero_variance
+    assert got[0].advantages[0] == pytest.approx((-0.05, 0.05)), "without a deviation"
     (alone,) = group_advantages([[session(3.0)]])
     assert alone.advantages == ((0.0,),) and alone.std is None and not alone.zero_variance
-
-
-# -- the other estimators, each by its formula ----------------------------------------------------
 
 
 def config(estimator: str, **more: object) -> TrainConfig:
@@ -79,94 +75,55 @@ STAYS = [0, 1, 3]
 """The groups that have something to compare."""
 
 
-@pytest.mark.parametrize("normalize_std", ["group", "none"])
-def test_grpo_advantages_equal_their_formula(normalize_std: str) -> None:
-    """A session counts once; a group of one uses the batch, but for dropped groups."""
-    got = group_advantages(UNEVEN, normalize_std)
+def baselines(estimator: str) -> list[list[float]]:
+    """Each session's; a group of one is compared with the batch, without the dropped groups."""
     batch = [score for k in STAYS for score in SCORES[k]]
-    for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
+    out = []
+    for scores in SCORES:
         pool = scores if len(scores) > 1 else batch
-        b, std = statistics.fmean(pool), statistics.stdev(pool)
-        assert got[k].baseline == pytest.approx(b) and got[k].std == pytest.approx(std)
-        assert got[k].scores == tuple(scores) and got[k].zero_variance is (k not in STAYS)
-        scale = std + STD_FLOOR if normalize_std == "group" else 1.0
-        for advantages, one in zip(got[k].advantages, group, strict=True):
-            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
-                assert a == pytest.approx((r - b) / scale if c and k in STAYS else 0.0)
+        if estimator == "reinforce_pp":
+            pool = [score for group in SCORES for score in group]
+        if estimator == "rloo":
+            without = [list(pool) for _ in scores]
+            for left, score in zip(without, scores, strict=True):
+                left.remove(score)
+            out.append([statistics.fmean(left) for left in without])
+        else:
+            out.append([statistics.fmean(pool)] * len(scores))
+    return out
 
 
-def test_rloo_advantages_compare_with_the_other_sessions_of_the_group() -> None:
-    got = estimate_advantages(UNEVEN, config("rloo"))
-    batch = [score for k in STAYS for score in SCORES[k]]
+def advantages_equal_their_formula(estimator: str, normalize_std: str) -> None:
+    """A session counts once, by its score; the deviation has ddof 1."""
+    stays = [0, 1, 2, 3] if estimator == "reinforce_pp" else STAYS
+    b = baselines(estimator)
+    centred = [s - b[k][i] for k in stays for i, s in enumerate(SCORES[k])]
+    of_batch = [score for k in stays for score in SCORES[k]] if estimator == "grpo" else centred
+    got = estimate_advantages(UNEVEN, config(estimator, normalize_std=normalize_std))
     for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
-        pool = scores if len(scores) > 1 else batch
+        mean, scale = 0.0, 1.0
+        if normalize_std == "group":
+            pool = scores if len(scores) > 1 else of_batch
+            scale = statistics.stdev(pool) + STD_FLOOR
+            assert got[k].std == pytest.approx(statistics.stdev(pool))
+        if normalize_std == "batch":
+            mean = 0.0 if estimator == "grpo" else statistics.fmean(centred)
+            scale = statistics.stdev(of_batch) + STD_FLOOR
+        assert got[k].scores == tuple(scores) and got[k].zero_variance is (k not in stays)
+        assert estimator != "grpo" or got[k].baseline == pytest.approx(b[k][0])
         for s, one in enumerate(group):
-            own = s if len(scores) > 1 else len(batch) - 1
-            b = statistics.fmean(pool[:own] + pool[own + 1 :])
-            expected = [r - b if c else 0.0 for r, c in zip(one.rewards, one.counted, strict=True)]
-            expected = expected if k in STAYS else [0.0] * len(expected)
+            pairs = zip(one.rewards, one.counted, strict=True)
+            expected = [(r - b[k][s] - mean) / scale if c and k in stays else 0.0 for r, c in pairs]
             assert got[k].advantages[s] == pytest.approx(expected)
-        assert got[k].zero_variance is (k not in STAYS)
-
-
-def test_the_batchs_mean_and_deviation_hold_by_law() -> None:
-    got = estimate_advantages(UNEVEN, config("reinforce_pp"))
-    scores = [score for group in SCORES for score in group]
-    mean, std = statistics.fmean(scores), statistics.stdev(scores)
-    for estimate, group in zip(got, UNEVEN, strict=True):
-        assert not estimate.zero_variance
-        for advantages, one in zip(estimate.advantages, group, strict=True):
-            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
-                assert a == pytest.approx((r - mean) / (std + STD_FLOOR) if c else 0.0)
-
-
-def test_reinforce_pp_centres_on_the_group_and_scales_by_the_batch() -> None:
-    got = estimate_advantages(UNEVEN, config("reinforce_pp_baseline"))
-    batch = [score for k in STAYS for score in SCORES[k]]
-    means = [statistics.fmean(s if len(s) > 1 else batch) for s in SCORES]
-    centred = [score - means[k] for k in STAYS for score in SCORES[k]]
-    mean, std = statistics.fmean(centred), statistics.stdev(centred)
-    for k, group in enumerate(UNEVEN):
-        for advantages, one in zip(got[k].advantages, group, strict=True):
-            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
-                expected = (r - means[k] - mean) / (std + STD_FLOOR) if c and k in STAYS else 0.0
-                assert a == pytest.approx(expected)
-        assert got[k].zero_variance is (k not in STAYS)
-
-
-def test_grpo_advantages_can_be_scaled_by_the_batchs_deviation() -> None:
-    got = group_advantages(UNEVEN, "batch")
-    batch = [score for k in STAYS for score in SCORES[k]]
-    std = statistics.stdev(batch)
-    for k, group in enumerate(UNEVEN):
-        b = statistics.fmean(SCORES[k] if len(SCORES[k]) > 1 else batch)
-        for advantages, one in zip(got[k].advantages, group, strict=True):
-            expected = (one.rewards[0] - b) / (std + STD_FLOOR) if k in STAYS else 0.0
-            assert advantages[0] == pytest.approx(expected)
-
-
-def test_rloo_and_reinforce_pp_can_go_without_or_with_a_batch_deviation() -> None:
-    plain = config("reinforce_pp_baseline", normalize_std="none")
-    got = [one.advantages for one in estimate_advantages(UNEVEN, plain)]
-    assert got == [one.advantages for one in group_advantages(UNEVEN, "none")]
-    rloo = config("rloo", normalize_std="batch")
-    others = estimate_advantages(UNEVEN, config("rloo"))
-    # A reward less its advantage is the session's baseline.
-    centred = [
-        score - (one.rewards[0] - a[0])
-        for k in STAYS
-        for score, one, a in zip(SCORES[k], UNEVEN[k], others[k].advantages, strict=True)
-    ]
-    mean, std = statistics.fmean(centred), statistics.stdev(centred)
-    for k in STAYS:
-        pairs = zip(
-            estimate_advantages(UNEVEN, rloo)[k].advantages, others[k].advantages, strict=True
-        )
-        for a, plain_a in pairs:
-            assert a[0] == pytest.approx((plain_a[0] - mean) / (std + STD_FLOOR))
 
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+NORMALIZED = [(e, n) for e in ESTIMATORS for n in ("batch", "none")] + [("grpo", "group")]
+
+
+@pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
+def test_advantages_equal_their_formula(estimator: str, normalize_std: str) -> None:
+    advantages_equal_their_formula(estimator, normalize_std)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -200,33 +157,6 @@ GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=5), min_size=1, max_siz
 
 def build(groups: list[list[list[float]]]) -> list[list[SessionRewards]]:
     return [[session(*rewards) for rewards in group] for group in groups]
-
-
-@given(GROUPS)
-def test_session_means_of_advantages_cancel_in_a_group(groups: list[list[list[float]]]) -> None:
-    for got in group_advantages(build(groups), normalize_std="none"):
-        if len(got.scores) > 1:
-            means = [statistics.fmean(a) for a in got.advantages]
-            assert sum(means) == pytest.approx(0.0, abs=1e-9)
-
-
-@given(GROUPS, st.floats(-5, 5))
-def test_a_constant_added_to_all_rewards_changes_nothing(
-    groups: list[list[list[float]]], constant: float
-) -> None:
-    moved = [[[r + constant for r in s] for s in g] for g in groups]
-    pairs = zip(
-        group_advantages(build(groups), normalize_std="none"),
-        group_advantages(build(moved), normalize_std="none"),
-        strict=True,
-    )
-    for a, b in pairs:
-        if a.zero_variance == b.zero_variance:
-            for x, y in zip(a.advantages, b.advantages, strict=True):
-                assert x == pytest.approx(y, abs=1e-7)
-
-
-NORMALIZED = [(e, n) for e in ESTIMATORS for n in ("batch", "none")] + [("grpo", "group")]
 
 
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)

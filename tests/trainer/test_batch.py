@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.config import TrainConfig
+from any_agent.config import TrainConfig, load_config
 from any_agent.types import SampledSession, Trajectory
+from any_agent.workflow import Episode
 from tests.support.trainer.episodes import interaction, pair, session
+from tests.support.trainer.loop import Lab, config_of
+from trainer import loop
 from trainer.batch import (
     TrainingBatch,
     ZeroVarianceGroups,
@@ -31,28 +35,29 @@ CONFIG = TrainConfig(normalize_std="none")
 
 
 def batch_of(
-    *episodes: list[Trajectory],
-    step: int = 0,
-    eta: int = 2,
-    **settings: Any,
+    *episodes: list[Trajectory], step: int = 0, eta: int = 2, fits: Any = None, **settings: Any
 ) -> TrainingBatch:
     """Version v was published after v steps."""
     steps = {version: version for version in versions_in(episodes)}
     config = CONFIG.model_copy(update=settings)
-    return training_batch(episodes, config, step=step, eta=eta, step_of_version=steps)
+    return training_batch(
+        episodes, config, step=step, eta=eta, step_of_version=steps, misfit=fits or (lambda _: None)
+    )
 
 
 def advantages(batch: TrainingBatch) -> list[float]:
     return [float(row["advantages"]) for row in batch.rows]
 
 
-def test_fresh_sessions_are_all_trained_on() -> None:
+def test_sessions_are_trained_on_up_to_the_age_of_eta() -> None:
     batch = batch_of(pair("a"), pair("b", turns=2))
     assert batch.trained == ["a-good", "a-bad", "b-good", "b-bad"]
-    assert batch.rejected == {}
-    assert batch.scores == [1.0, 0.0, 1.0, 0.0]
-    assert len(batch.rows) == 6
-    assert batch.ages == [0] * 12
+    assert (batch.rejected, batch.scores) == ({}, [1.0, 0.0, 1.0, 0.0])
+    assert (len(batch.rows), batch.ages) == (6, [0] * 12)
+    assert batch_of(pair("a"), step=2, eta=2).rejected == {}
+    old = batch_of([session("odd", 1.0, untrainable="x")], pair("a"), step=3, eta=2)
+    assert old.rejected == {"odd": "untrainable", "a-good": "stale", "a-bad": "stale"}
+    assert old.rows == [] and old.trained == []
 
 
 def test_tokens_are_marked_whose_weights_are_those_of_the_step() -> None:
@@ -101,11 +106,6 @@ def test_with_old_tokens_only_a_session_is_stale_and_still_in_the_baseline() -> 
     assert batch.ages == [0, 0, 0, 0]
 
 
-def test_a_session_of_age_eta_is_trained_on_and_an_older_one_is_stale() -> None:
-    assert batch_of(pair("a"), step=2, eta=2).rejected == {}
-    assert set(batch_of(pair("a"), step=3, eta=2).rejected.values()) == {"stale"}
-
-
 def test_a_session_with_one_fresh_turn_trains_on_that_turn_alone() -> None:
     first = interaction("first", session="s", version=0)
     second = interaction("second", "first", session="s", version=3)
@@ -127,29 +127,19 @@ def test_a_session_with_one_fresh_turn_trains_on_that_turn_alone() -> None:
         ({"longest": 15, "context": 15, "vocabulary": 100}, None),
     ],
 )
-def test_a_session_that_the_model_cannot_compute_is_left_out_and_still_in_the_baseline(
+def test_a_session_that_the_model_cannot_compute_is_left_out_but_compared_with(
     limits: dict[str, int], rejected: str | None
 ) -> None:
     odd = session("odd", 4.0, turns=3, output=(4, 99) if "vocabulary" in limits else (4, 9))
-    config = CONFIG.model_copy(update={"max_row_tokens": limits.get("longest")})
     context, vocabulary = limits.get("context"), limits.get("vocabulary", 100)
-    batch = training_batch(
-        [[odd, session("good", 1.0, turns=2), session("bad", 1.0)]],
-        config,
-        step=0,
-        eta=0,
-        step_of_version={0: 0},
-        misfit=partial(misfit, vocabulary=vocabulary, context=context),
+    batch = batch_of(
+        [odd, session("good", 1.0, turns=2), session("bad", 1.0)],
+        fits=partial(misfit, vocabulary=vocabulary, context=context),
+        max_row_tokens=limits.get("longest"),
     )
     assert batch.rejected == ({"odd": rejected} if rejected else {})
     assert batch.scores == [4.0, 1.0, 1.0]
     assert advantages(batch)[-3:] == [-1.0, -1.0, -1.0]
-
-
-def test_a_batch_of_stale_and_untrainable_sessions_trains_nothing() -> None:
-    batch = batch_of([session("odd", 1.0, untrainable="x")], pair("a"), step=9)
-    assert batch.rows == [] and batch.trained == []
-    assert batch.rejected == {"odd": "untrainable", "a-good": "stale", "a-bad": "stale"}
 
 
 def weights_of(batch: TrainingBatch) -> list[float]:
@@ -158,12 +148,13 @@ def weights_of(batch: TrainingBatch) -> list[float]:
     return [float(row["token_weights"]) / total for row in batch.rows]
 
 
-def uneven(**fields: Any) -> list[Trajectory]:
+def uneven() -> list[Trajectory]:
     """Rows of 2, 2, 2 and 4 tokens: a session of three turns, and one of one."""
-    return [session("long", 1.0, turns=3, **fields), session("short", 0.0, output=(4, 4, 8, 4))]
+    return [session("long", 1.0, turns=3), session("short", 0.0, output=(4, 4, 8, 4))]
 
 
 MEANS = {
+    # Each row's tokens weigh 1/4 together, or each session's 1/2.
     "turn": [1 / 8, 1 / 8, 1 / 8, 1 / 16],
     "session": [1 / 12, 1 / 12, 1 / 12, 1 / 8],
     "constant": [1 / 100] * 4,
@@ -180,11 +171,6 @@ def mean_law(aggregation: str) -> None:
 @pytest.mark.parametrize("aggregation", MEANS)
 def test_token_weights_give_the_mean_that_the_settings_name(aggregation: str) -> None:
     mean_law(aggregation)
-    sums = [n * u for n, u in zip((2, 2, 2, 4), MEANS[aggregation], strict=True)]
-    if aggregation == "turn":
-        assert sums == pytest.approx([1 / 4] * 4)
-    if aggregation == "session":
-        assert (sum(sums[:3]), sums[3]) == pytest.approx((1 / 2, 1 / 2))
     assert all("token_weights" not in row for row in batch_of(uneven()).rows), "over tokens"
     assert TrainConfig(aggregation="constant").constant_length == 4096  # type: ignore[call-arg]
 
@@ -254,9 +240,8 @@ def test_a_baseline_over_the_batch_keeps_groups_that_score_alike() -> None:
     episode = [session("a", 1.0), session("b", 1.0)]
     whole = TrainConfig(preset="reinforce_pp")
     assert ZeroVarianceGroups(whole).reject_reason(episode) is None
-    steps = {0: 0}
     other = [session("c", 0.0, group="h"), session("d", 0.0, group="h")]
-    batch = training_batch([episode, other], whole, step=0, eta=0, step_of_version=steps)
+    batch = training_batch([episode, other], whole, step=0, eta=0, step_of_version={0: 0})
     # Four scores with mean 1/2 and deviation 1 / sqrt(3).
     assert advantages(batch) == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=1e-3)
 
@@ -293,11 +278,8 @@ def test_the_order_of_a_group_depends_on_its_tokens_alone() -> None:
 
 @pytest.mark.parametrize("aggregation", ["session", "turn", "constant"])
 def test_the_weights_of_tokens_are_those_of_their_minibatch(aggregation: str) -> None:
-    """Each minibatch is weighted like a batch of its own."""
     episodes = [[session("a", 1.0, turns=3), session("b", 0.0)], pair("c", turns=2), pair("d")]
-    more = {"minibatches": 2, "aggregation": aggregation, "constant_length": 5}
-    config = CONFIG.model_copy(update=more)
-    batch = training_batch(episodes, config, step=0, eta=2, step_of_version={0: 0})
+    batch = batch_of(*episodes, minibatches=2, aggregation=aggregation, constant_length=5)
     turns = [3, 1, 2, 2, 1, 1]
     owner = [k for k, n in enumerate(turns) for _ in range(n)]
     assert len(batch.minibatches) == 2
@@ -310,3 +292,100 @@ def test_the_weights_of_tokens_are_those_of_their_minibatch(aggregation: str) ->
         if aggregation != "constant":
             total = sum(float(r["token_weights"]) * int(r["loss_mask"].sum()) for r in found)
             assert total == pytest.approx(sum(int(r["loss_mask"].sum()) for r in found))
+
+
+def alike(reward: float) -> Episode:
+    return [session(f"s{k}", reward) for k in range(4)]
+
+
+def test_groups_that_teach_nothing_are_counted() -> None:
+    dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
+    assert [dull.reject_reason(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
+    dull.count("not_accepted")
+    assert dull.consecutive == 4
+    assert "(3 zero_variance, 1 not_accepted)" in str(dull) and str(dull).endswith("0.25")
+    assert dull.reject_reason(pair("varied")) is None
+    assert dull.consecutive == 0
+
+
+def test_scores_since_a_step_include_sessions_that_teach_nothing() -> None:
+    """The trained groups' mean hides that all others are solved."""
+    dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
+    assert dull.scores.read() == {"reward": None, "sessions": 0, "dull": 0}
+    for _ in range(3):
+        dull.reject_reason(alike(1.0))
+    dull.reject_reason(pair("varied"))
+    dull.refuse(pair("unwanted"), "not_accepted")
+    mean = (3 * 4 * 1.0 + 2 * 1.0) / 16
+    assert dull.scores.read() == {"reward": mean, "sessions": 16, "dull": 12}
+    assert dull.scores.read(take=True) == {"reward": mean, "sessions": 16, "dull": 12}
+    assert dull.scores.read()["sessions"] == 0
+
+
+def test_a_notice_tells_that_most_of_the_last_groups_teach_nothing() -> None:
+    """A group that differs now and then makes a step, after a long wait."""
+    dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
+    for _ in range(3):
+        for _ in range(5):
+            assert dull.reject_reason(alike(1.0)) == "zero_variance"
+        assert dull.reject_reason(pair("varied")) is None
+    assert dull.consecutive == 0
+    assert dull.notice is not None and "15 of the last 18 groups" in dull.notice
+    for _ in range(8):
+        assert dull.reject_reason(pair("varied")) is None
+    assert dull.notice is None
+
+
+@pytest.mark.parametrize("fate", ["drop", "keep"])
+def test_groups_without_variance_are_dropped_or_kept_as_the_settings_say(fate: str) -> None:
+    # By the text of a file or a command line, where some words are no texts.
+    settings = ["model.path=x", f"train.dynamic_sampling={fate}"]
+    config = load_config(None, settings, environ={}).train
+    assert ZeroVarianceGroups(config).reject_reason(alike(0.25)) is None
+    dull, varied = alike(0.25), pair("varied")
+    # Unequal lengths make no lesson of it.
+    dull[0] = session("s0", 0.25, output=(8,))
+    config = config.model_copy(
+        update={"overlong_length": 2, "overlong_buffer": 1, "overlong_penalty": 1.0}
+    )
+    batch = training_batch([dull, varied], config, step=0, eta=2, step_of_version={0: 0})
+    assert len(batch.scores) == len(dull) + len(varied)
+    *alone, good, bad = [float(row["advantages"].max()) for row in batch.rows]
+    assert good == -bad != 0
+    if fate == "drop":
+        assert batch.rejected == {one.session_id: "zero_variance" for one in dull}
+        assert not alone and len(batch.trained) == 2
+    else:
+        assert not batch.rejected and len(alone) == len(dull)
+
+
+def test_a_trainer_that_waits_tells_people_that_groups_teach_nothing(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.005)
+    lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
+    said: list[str] = []
+    lab.trainer.report.say = said.append
+    minutes = 0
+
+    def nothing_comes(timeout: float) -> list[Episode]:
+        """A few more of them every minute, and then Ctrl-C."""
+        nonlocal minutes
+        minutes += 1
+        if minutes == 4:
+            raise InterruptedError
+        for _ in range(5):
+            lab.trainer.source.zero_variance.reject_reason(alike(0.0))
+        raise TimeoutError("0 of 64 sessions came")
+
+    lab.executor.prepare_batch = nothing_comes  # type: ignore[method-assign]
+    assert not lab.trainer.train()
+    told = [line for line in said if "in a row" in line]
+    assert [line.split()[1] for line in told] == ["10", "15"]
+    # The first seconds are usual; `waiting` is what an alarm is made of.
+    assert [line.split()[0] for line in said if "0 of 64" in line] == ["trainer", *["waiting"] * 2]
+    assert "in the last group: 0. Other tasks or rewards would help" in told[-1]
+    # So that a console shows it, too.
+    shown = lab.trainer.dir.waiting.read_text().splitlines()
+    assert shown == ["waiting   for trajectories: 0 of 64 sessions came", told[-1]]

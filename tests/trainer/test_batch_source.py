@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,9 @@ from trainer.manifests import ManifestStore
 
 STEPS = 5
 RUN = (
-    f"train.steps={STEPS}",
-    "train.checkpoint_every=2",
-    "rollout.deterministic=true",
-    "rollout.eta=0",
-    "rollout.batch_size=4",
-    "rollout.max_concurrent=4",
-    "sessions.group_size=2",
-    "train_dataset.shuffle=false",
-    "train.lr=1e-3",
-    "train.seed=1",
+    *(f"train.steps={STEPS}", "train.checkpoint_every=2", "train.lr=1e-3", "train.seed=1"),
+    *("rollout.deterministic=true", "rollout.eta=0", "rollout.batch_size=4"),
+    *("rollout.max_concurrent=4", "sessions.group_size=2", "train_dataset.shuffle=false"),
 )
 
 
@@ -71,8 +63,7 @@ def test_a_run_over_a_dataset_trains_on_each_item_once(settings: list[str]) -> N
     ]
     # Five steps of two items each, and each item was run as often as its group is large.
     assert lab.left == {"length": 12, "seed": 1, "shuffle": False, "low": 10, "beyond": []}
-    assert isinstance(lab.workflow, Alternating)
-    assert [lab.workflow.runs[n] for n in range(10)] == [2] * 10
+    assert [lab.runs[n] for n in range(10)] == [2] * 10
     # What workflows record is in the line of a step, here the executor's own count. (Those of the
     # next step may have ended before it is written.)
     shares = [line["stats"].get("rollout/accepted") for line in lab.metrics]
@@ -120,24 +111,23 @@ def test_items_that_teach_nothing_are_counted_and_not_repeated_in_the_epoch(
     settings: list[str],
 ) -> None:
     """Items 1 and 4 teach nothing, item 2 fails: none of them comes again in this epoch."""
-    workflow = Alternating(dull=(1, 4), failing=(2,))
-    lab = DataLab(config_of(settings, "train.steps=3", "train.checkpoint_every=9"), workflow)
+    config = config_of(settings, "train.steps=3", "train.checkpoint_every=9")
+    lab = DataLab(config, Alternating(dull=(1, 4), failing=(2,)))
     assert lab.trainer.train()
     assert lab.metrics[-1]["rejected"] == {"failed": 2, "zero_variance": 4}
     # The checkpoint at the end knows all of it: six items were trained on, three were left out.
     assert positions(lab) == []
     assert (lab.left["low"], lab.left["beyond"]) == (9, [])
-    assert [workflow.runs[n] for n in range(9)] == [2] * 9
+    assert [lab.runs[n] for n in range(9)] == [2] * 9
 
 
 def test_a_replayed_step_brings_what_was_left_out_before_it(settings: list[str]) -> None:
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=9")
     first = DataLab(config, Alternating(dull=(1,), failing=(2,))).die("published", 2)
     assert sorted(n for step in positions(first) for n in step) == [0, 1, 2, 3, 4, 5]
-    workflow = Alternating()
-    again = DataLab(config, workflow, before=first)
+    again = DataLab(config, before=first)
     assert again.trainer.train()
-    assert sorted(workflow.runs) == [6, 7]
+    assert sorted(again.runs) == [6, 7]
     assert [line["step"] for line in again.metrics] == [1, 2, 3]
 
 
@@ -155,8 +145,7 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
     assert evaluated == [(0, False), (1, False), (2, False), (3, False), (3, True)]
     assert lab.service.states[-1] == ("finished", 3)
     again = DataLab(config, items=5, before=lab)
-    assert again.trainer.train()
-    assert isinstance(again.workflow, Alternating) and not again.workflow.runs
+    assert again.trainer.train() and again.runs == {}
 
 
 def test_the_rate_falls_until_the_epochs_end(settings: list[str]) -> None:
@@ -200,13 +189,12 @@ def test_other_settings_do_not_change_steps_that_are_made_again(
 
 
 def test_a_dataset_run_goes_on_after_steps_of_external_agents(settings: list[str]) -> None:
-    """The dataset is gone on with where it was left."""
     assert DataLab(config_of(settings, "train.steps=2")).trainer.train()
     outside = Lab(config_of(settings, "train.steps=3", "rollout.eta=9"), [pair("p")], version=2)
     assert outside.trainer.train()
     again = DataLab(config_of(settings, "train.steps=4"), before=outside)
     assert again.trainer.train()
-    assert isinstance(again.workflow, Alternating) and sorted(again.workflow.runs) == [4, 5]
+    assert sorted(again.runs) == [4, 5]
 
 
 def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
@@ -218,20 +206,19 @@ def test_a_killed_step_is_made_again_before_agents_outside_take_their_turn(
     assert outside.trainer.train()
     again = DataLab(config_of(settings, "train.steps=2"), before=outside)
     assert again.trainer.train()
-    assert isinstance(again.workflow, Alternating) and sorted(again.workflow.runs) == [2, 3]
+    assert sorted(again.runs) == [2, 3]
     assert again.left == {"length": 10, "seed": 1, "shuffle": False, "low": 4, "beyond": []}
 
 
 def test_a_repeated_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     config = config_of(settings, "train.checkpoint_every=9")
     again = DataLab(config, before=DataLab(config).die("manifest"))
+    errors = [FloatingPointError("nan")]
 
     def failing_once(step: Method, _: bool) -> Method:
-        results = chain([FloatingPointError("nan")], repeat(None))
-
         def made(*args: Any, **kwargs: Any) -> Any:
-            if error := next(results):
-                raise error
+            if errors:
+                raise errors.pop()
             return step(*args, **kwargs)
 
         return made
@@ -247,14 +234,11 @@ def test_items_without_a_result_at_the_end_are_not_run_after_a_restart(settings:
     lab = DataLab(config, Alternating(dull=(2,)), items=3)
     assert lab.trainer.train()
     again = DataLab(config, items=3, before=lab)
-    assert again.trainer.train()
-    assert isinstance(again.workflow, Alternating) and not again.workflow.runs
+    assert again.trainer.train() and again.runs == {}
 
 
 @pytest.mark.timeout(120)
 def test_a_timeout_of_the_dataset_ends_the_training(settings: list[str]) -> None:
-    """It is no wait that goes on."""
-
     class Away(list[dict[str, Any]]):
         def __getitem__(self, k: Any) -> Any:
             raise TimeoutError("the file server is away")
@@ -265,45 +249,30 @@ def test_a_timeout_of_the_dataset_ends_the_training(settings: list[str]) -> None
 
 
 class Waiting(Alternating):
-    """Runs of an item wait until something was told, once so many runs have begun."""
+    """Runs of item 3 wait until something was told; item 0 is dull."""
 
-    def __init__(self, item: int, after: int, told: Callable[[], bool], dull: range) -> None:
-        super().__init__(dull=dull)
-        self._item, self._after, self._told = item, after, told
-        self._begun = 0
+    def __init__(self, told: Callable[[], bool]) -> None:
+        super().__init__(dull=(0,))
+        self._told = told
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        self._begun += 1
-        while data["n"] == self._item and self._begun > self._after and not self._told():  # noqa: ASYNC110
+        while data["n"] == 3 and not self._told():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return await super().arun_episode(engine, data)
 
 
-@pytest.mark.parametrize(
-    ("steps", "item", "after", "dull", "said"),
-    [
-        (2, 3, 0, range(1), r"\d of 4 sessions came; left out so far: 2 zero_variance"),
-        # Eight of ten items, between which two make a step now and then.
-        (8, 9, 60, range(8), "groups had nothing to learn from"),
-    ],
-)
 def test_a_long_wait_is_announced_with_what_has_come_so_far(
-    settings: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    steps: int,
-    item: int,
-    after: int,
-    dull: range,
-    said: str,
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "ANNOUNCE_INTERVAL", 0.01)
     monkeypatch.setattr(loop, "FIRST_ANNOUNCE", 0.01)
     lines: list[str] = []
 
     def told() -> bool:
+        said = r"\d of 4 sessions came; left out so far: 2 zero_variance"
         return any(re.search(said, line) for line in lines)
 
-    lab = DataLab(config_of(settings, f"train.steps={steps}"), Waiting(item, after, told, dull))
+    lab = DataLab(config_of(settings, "train.steps=2"), Waiting(told))
     lab.trainer.report.say = lines.append
     assert lab.trainer.train()
     assert told(), lines
@@ -339,6 +308,5 @@ def test_items_that_never_teach_anything_end_training_with_the_reason(
 
 def test_an_item_that_teaches_something_begins_the_count_anew(settings: list[str]) -> None:
     """Of ten items eight are dull in a row, in each pass."""
-    workflow = Alternating(dull=tuple(range(2, 10)))
-    lab = DataLab(config_of(settings, "rollout.max_dull_groups=9"), workflow)
-    assert lab.trainer.train()
+    config = config_of(settings, "rollout.max_dull_groups=9")
+    assert DataLab(config, Alternating(dull=range(2, 10))).trainer.train()

@@ -17,6 +17,7 @@ from any_agent.errors import NotFound, StartupError
 from any_agent.rundir.checksums import write_manifest
 from tests.support.errors import fails_with
 from tests.support.trainer.adapters import train
+from tests.support.trainer.loop import Killed
 from trainer.checkpoint import (
     complete_checkpoints,
     latest_checkpoint,
@@ -28,6 +29,17 @@ from trainer.model import PolicyConfig
 from trainer.policy import Policy
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
+
+
+def load(root: Path, step: int) -> Policy:
+    return load_checkpoint(root / f"step-{step:08d}", CONFIG)[0]
+
+
+def next_step(root: Path) -> Policy:
+    """The policy of the newest checkpoint, a step later."""
+    policy = load(root, 3)
+    train(policy, range(3, 4))
+    return policy
 
 
 def draws() -> tuple[float, float, float]:
@@ -82,19 +94,16 @@ def test_a_checkpoint_before_the_first_step_is_resumed_exactly(
     policy = Policy.load(tiny_model_dir, CONFIG)
     path = save_checkpoint(tmp_path, policy, tiny_model_dir, {})
     assert path.name == "step-00000000"
-    again, _ = load_checkpoint(path, CONFIG)
-    train(policy, range(1))
-    train(again, range(1))
-    pairs = zip(policy.model.parameters(), again.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    again = load(tmp_path, 0)
+    for one in (policy, again):
+        train(one, range(1))
+    assert all(map(torch.equal, policy.model.parameters(), again.model.parameters()))
 
 
 def test_transformers_loads_a_checkpoint(root: Path) -> None:
     path = root / "step-00000003"
     model = AutoModelForCausalLM.from_pretrained(path)
-    policy, _ = load_checkpoint(path, CONFIG)
-    pairs = zip(model.parameters(), policy.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(map(torch.equal, model.parameters(), load(root, 3).model.parameters()))
     assert AutoTokenizer.from_pretrained(path).encode("digit")
     assert [p.name for p in path.glob("*.safetensors")] == ["model.safetensors"]
     kinds = {p.suffix for p in path.rglob("*") if p.is_file()}
@@ -113,43 +122,36 @@ def test_the_latest_is_found_whatever_the_pointer_says(root: Path, tmp_path: Pat
     assert complete_checkpoints(tmp_path / "nowhere") == {}
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "model.safetensors",
-        "config.json",
-        "manifest.json",
-        "trainer/optimizer.safetensors",
-        "trainer/state.json",
-    ],
-)
 @pytest.mark.parametrize("how", ["truncated", "gone"])
 def test_a_broken_checkpoint_is_passed_over(
-    root: Path, file: str, how: str, caplog: pytest.LogCaptureFixture
+    root: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = root / "step-00000003" / file
-    if how == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-10])
-    with caplog.at_level(logging.WARNING):
-        assert latest_checkpoint(root) == root / "step-00000002"
-    assert "step-00000003" in caplog.text and "falling back" in caplog.text
-    with fails_with(NotFound, "step-00000003"):
-        load_checkpoint(root / "step-00000003")
+    names = ("model.safetensors", "config.json", "manifest.json")
+    for file in (*names, "trainer/optimizer.safetensors", "trainer/state.json"):
+        path = root / "step-00000003" / file
+        whole = path.read_bytes()
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(whole[:-10])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert latest_checkpoint(root) == root / "step-00000002", file
+        assert "step-00000003" in caplog.text and "falling back" in caplog.text
+        with fails_with(NotFound, "step-00000003"):
+            load(root, 3)
+        (aside,) = root.glob("*step-00000003")
+        (aside / file).write_bytes(whole)
+        aside.rename(root / "step-00000003")
 
 
 def test_a_killed_writer_leaves_the_old_state(
     root: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
     def die(folder: Path) -> None:
         raise Killed
 
-    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
-    train(policy, range(3, 4))
+    policy = next_step(root)
     monkeypatch.setattr(trainer.checkpoint, "write_manifest", die)
     with pytest.raises(Killed):
         save_checkpoint(root, policy, tiny_model_dir, {})
@@ -162,16 +164,14 @@ def test_a_partial_folder_is_never_picked_up_and_goes_with_the_next_save(
 ) -> None:
     shutil.copytree(root / "step-00000003", root / ".partial-step-00000004")
     assert latest_checkpoint(root) == root / "step-00000003"
-    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
-    train(policy, range(3, 4))
-    save_checkpoint(root, policy, tiny_model_dir, {})
+    save_checkpoint(root, next_step(root), tiny_model_dir, {})
     assert latest_checkpoint(root) == root / "step-00000004"
     assert not list(root.glob(".partial-*"))
 
 
 def test_a_history_that_was_given_up_is_not_resumed(root: Path, tiny_model_dir: Path) -> None:
     """Resume from step 1, save step 2 anew: step 3 is of the other history."""
-    policy, _ = load_checkpoint(root / "step-00000001", CONFIG)
+    policy = load(root, 1)
     train(policy, range(7, 8))
     save_checkpoint(root, policy, tiny_model_dir, {"version": 9})
     assert latest_checkpoint(root) == root / "step-00000002"
@@ -183,8 +183,7 @@ def test_a_history_that_was_given_up_is_not_resumed(root: Path, tiny_model_dir: 
 
 
 def test_older_checkpoints_are_pruned(root: Path, tiny_model_dir: Path) -> None:
-    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
-    train(policy, range(3, 4))
+    policy = next_step(root)
     save_checkpoint(root, policy, tiny_model_dir, {}, keep=2)
     assert list(complete_checkpoints(root)) == [3, 4]
     with pytest.raises(ValueError):
@@ -198,39 +197,28 @@ def test_older_checkpoints_are_pruned(root: Path, tiny_model_dir: Path) -> None:
 def test_state_that_is_not_json_is_refused_before_anything_is_written(
     root: Path, tiny_model_dir: Path
 ) -> None:
-    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
     for wrong in ({"x": float("nan")}, {"x": object()}):
         with pytest.raises((ValueError, TypeError)):
-            save_checkpoint(root, policy, tiny_model_dir, wrong)
+            save_checkpoint(root, load(root, 3), tiny_model_dir, wrong)
     assert latest_checkpoint(root) == root / "step-00000003"
 
 
-def in_format(number: int, path: Path) -> Path:
-    document = json.loads((path / "trainer/state.json").read_text())
-    (path / "trainer/state.json").write_text(json.dumps(document | {"format": number}))
-    write_manifest(path)
-    return path
+def test_a_checkpoint_of_another_format_is_refused(root: Path) -> None:
+    path = root / "step-00000003" / "trainer" / "state.json"
+    for number in (1, 3):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": number}))
+        write_manifest(path.parents[1])
+        with fails_with(StartupError, f"format {number}", "format 2"):
+            load(root, 3)
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_checkpoint_of_another_format_is_refused(root: Path, number: int) -> None:
-    path = in_format(number, root / "step-00000003")
-    with fails_with(StartupError, f"format {number}", "format 2"):
-        load_checkpoint(path, CONFIG)
-
-
-@pytest.mark.parametrize("change", ["another name", "another shape"])
-def test_the_optimizer_of_another_model_is_refused(root: Path, change: str) -> None:
-    path = root / "step-00000003"
-    file = path / "trainer" / "optimizer.safetensors"
+def test_the_optimizer_of_another_model_is_refused(root: Path) -> None:
+    file = root / "step-00000003" / "trainer" / "optimizer.safetensors"
     state = load_file(file)
     name = next(name for name, tensor in state.items() if tensor.ndim == 2)
     tensor = state.pop(name)
-    if change == "another name":
-        state[f"model.layers.99.{name}"] = tensor
-    else:
-        state[name] = tensor[:-1].contiguous()
-    save_file(state, file)
-    write_manifest(path)
-    with fails_with(StartupError, "optimizer", "model"):
-        load_checkpoint(path, CONFIG)
+    for other in ({f"model.layers.99.{name}": tensor}, {name: tensor[:-1].contiguous()}):
+        save_file(state | other, file)
+        write_manifest(file.parents[1])
+        with fails_with(StartupError, "optimizer", "model"):
+            load(root, 3)

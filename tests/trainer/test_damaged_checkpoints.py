@@ -27,10 +27,6 @@ def overwrite(path: Path, begin: int, data: bytes) -> None:
     assert path.stat().st_size == size
 
 
-def noise(size: int) -> bytes:
-    return random.Random(7).randbytes(size)
-
-
 def spoiled(name: str, begin: int, data: Callable[[int], bytes]) -> Damage:
     """Overwrite a file from a place on, counted from its end if negative, by so many bytes."""
 
@@ -48,11 +44,18 @@ def one_flipped_bit(checkpoint: Path) -> None:
     overwrite(path, at, bytes([path.read_bytes()[at] ^ 1]))
 
 
-def other_checksums(checkpoint: Path) -> None:
+def with_checksums(checkpoint: Path, checksum: str | None) -> None:
+    """Give each file this one; none makes it a checkpoint of an earlier version."""
     path = checkpoint / "manifest.json"
     data = json.loads(path.read_text())
-    data["crc32"] = dict.fromkeys(data["crc32"], "00000000")
-    path.write_text(json.dumps(data))
+    sums = data.pop("crc32")
+    path.write_text(
+        json.dumps(data | ({"crc32": dict.fromkeys(sums, checksum)} if checksum else {}))
+    )
+
+
+def noise(size: int) -> bytes:
+    return random.Random(7).randbytes(size)
 
 
 STRUCTURAL: dict[str, Damage] = {
@@ -67,7 +70,7 @@ DAMAGES = STRUCTURAL | {
     "zeroed tensors": spoiled("model.safetensors", -8192, lambda _: bytes(8192)),
     "one flipped bit": one_flipped_bit,
     "another tokenizer": spoiled("tokenizer.json", 1000, lambda _: b"#"),
-    "other checksums": other_checksums,
+    "other checksums": lambda checkpoint: with_checksums(checkpoint, "00000000"),
 }
 
 
@@ -80,14 +83,6 @@ def killed(settings: list[str]) -> Lab:
     return lab
 
 
-def without_checksums(checkpoint: Path) -> None:
-    """Make it one of an earlier version."""
-    path = checkpoint / "manifest.json"
-    data = json.loads(path.read_text())
-    del data["crc32"]
-    path.write_text(json.dumps(data))
-
-
 def resumed(killed: Lab) -> Lab:
     again = killed.again()
     assert again.trainer.train()
@@ -97,11 +92,7 @@ def resumed(killed: Lab) -> Lab:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.service
 def test_training_resumes_from_the_newest_undamaged_checkpoint(
-    settings: list[str],
-    killed: Lab,
-    uninterrupted: dict[str, Any],
-    damage: str,
-    caplog: pytest.LogCaptureFixture,
+    killed: Lab, uninterrupted: dict[str, Any], damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = killed.trainer.dir.checkpoints
     DAMAGES[damage](root / "step-00000004")
@@ -117,23 +108,20 @@ def test_training_resumes_from_the_newest_undamaged_checkpoint(
 
 @pytest.mark.parametrize("damage", STRUCTURAL)
 def test_a_checkpoint_without_checksums_is_checked_by_its_form(
-    settings: list[str], killed: Lab, uninterrupted: dict[str, Any], damage: str
+    killed: Lab, uninterrupted: dict[str, Any], damage: str
 ) -> None:
     root = killed.trainer.dir.checkpoints
     for step in (2, 4):
-        without_checksums(root / f"step-0000000{step}")
+        with_checksums(root / f"step-0000000{step}", None)
     STRUCTURAL[damage](root / "step-00000004")
     assert_same_outcome(uninterrupted, outcome(resumed(killed)))
     assert (root / "damaged-step-00000004").is_dir()
 
 
 def test_a_checkpoint_without_checksums_is_loaded_with_a_notice(
-    settings: list[str],
-    killed: Lab,
-    uninterrupted: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
+    killed: Lab, uninterrupted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    without_checksums(killed.trainer.dir.checkpoints / "step-00000004")
+    with_checksums(killed.trainer.dir.checkpoints / "step-00000004", None)
     with caplog.at_level(logging.INFO):
         again = resumed(killed)
     assert_same_outcome(uninterrupted, outcome(again))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,9 +33,9 @@ from trainer.report import RunReport
 
 
 class Lab:
-    """One evaluation, and what it tells."""
+    """Evaluations of one run, and what they tell."""
 
-    def __init__(self, folder: Path, executor: WorkflowExecutor | None = None) -> None:
+    def __init__(self, folder: Path, executor: WorkflowExecutor) -> None:
         config = Config(root=folder)
         run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -45,15 +46,9 @@ class Lab:
     def evaluation(
         self, workflow: RolloutWorkflow, count: int = 4, **settings: Any
     ) -> TrialEvaluation:
-        assert self.executor is not None
         config = EvalConfig(**({"every": 2} | settings))
-        return TrialEvaluation(
-            config,
-            as_dataset(items(count), "valid_dataset"),
-            workflow,
-            lambda: self.executor,  # type: ignore[arg-type,return-value]
-            self.report,
-        )
+        dataset = as_dataset(items(count), "valid_dataset")
+        return TrialEvaluation(config, dataset, workflow, lambda: self.executor, self.report)
 
     @property
     def said(self) -> list[str]:
@@ -62,6 +57,16 @@ class Lab:
     @property
     def lines(self) -> list[dict[str, Any]]:
         return [line for line in records_in(self.metrics) if "eval" in line]
+
+    @property
+    def found(self) -> list[dict[str, Any]]:
+        return [line["eval"] for line in self.lines]
+
+
+@contextmanager
+def evaluating(folder: Path, **settings: Any) -> Iterator[Lab]:
+    with executor(**settings) as running:
+        yield Lab(folder, running)
 
 
 def by_item(reward: dict[int, Any]) -> Doing:
@@ -75,17 +80,16 @@ def by_item(reward: dict[int, Any]) -> Doing:
 
 
 def test_evaluations_are_made_at_the_steps_that_the_settings_name(tmp_path: Path) -> None:
-    with executor() as e:
-        for number, (settings, due) in enumerate(
-            (
-                ({"every": 0}, []),
-                ({"every": 0, "at_start": True}, [0]),
-                ({"every": 2}, [2, 4, 5]),
-                ({"every": 3, "at_start": True}, [0, 3, 5]),
-                ({"every": 100}, [5]),
-            )
-        ):
-            lab = Lab(tmp_path / str(number), e)
+    for number, (settings, due) in enumerate(
+        (
+            ({"every": 0}, []),
+            ({"every": 0, "at_start": True}, [0]),
+            ({"every": 2}, [2, 4, 5]),
+            ({"every": 3, "at_start": True}, [0, 3, 5]),
+            ({"every": 100}, [5]),
+        )
+    ):
+        with evaluating(tmp_path / str(number)) as lab:
             evaluation = lab.evaluation(Doing(), 1, **settings)
             for step in range(6):
                 evaluation(step, step == 5)
@@ -94,24 +98,21 @@ def test_evaluations_are_made_at_the_steps_that_the_settings_name(tmp_path: Path
 
 def test_an_evaluation_has_means_and_counts_failures(tmp_path: Path) -> None:
     workflow = by_item({0: 1.0, 1: 0.0, 2: ZeroDivisionError("no"), 3: REJECT, 4: 1.0})
-    with executor() as e:
-        lab = Lab(tmp_path, e)
+    with evaluating(tmp_path) as lab:
         lab.evaluation(workflow, 5, group_size=2)(4, False)
-        assert e.rejected == {} and e.capacity.admitted == 0, "nothing of it is trained on"
+        assert lab.executor.rejected == {}, "nothing of it is trained on"
+        assert lab.executor.capacity.admitted == 0
         lab.evaluation(by_item(dict.fromkeys(range(2), KeyError("answer"))), 2)(6, False)
-    line, last = lab.lines
-    found = last["eval"]
-    assert (found["reward"], found["ci95"], found["failed"]) == (None, None, {"failed": 2})
-    assert "no reward" in lab.said[1]
-    assert (line["step"], line["version"]) == (4, 0)
-    found = line["eval"]
+    found, nothing = lab.found
+    assert (nothing["reward"], nothing["ci95"], nothing["failed"]) == (None, None, {"failed": 2})
+    assert (lab.lines[0]["step"], lab.lines[0]["version"]) == (4, 0)
     assert found["reward"] == pytest.approx(2 / 3)
     assert (found["items"], found["episodes"]) == (3, 6)
     assert found["failed"] == {"failed": 2, "returned_none": 2}
     assert found["ci95"] == [0.0, 1.0], "Student's -0.768 to 2.101, cut where all rewards lie"
-    assert lab.lines[0]["eval"]["episodes"] == 6
     assert "reward 0.667  95 % in 0.000 to 1.000" in lab.said[0]
     assert "left out 2 (failed)  left out 2 (returned_none)" in lab.said[0]
+    assert "no reward" in lab.said[1]
 
 
 def test_figures_average_each_item_first_over_its_own_runs() -> None:
@@ -133,7 +134,6 @@ def test_the_score_of_a_run_is_that_of_training() -> None:
 
 
 def test_workflows_know_that_they_are_evaluated(tmp_path: Path) -> None:
-    workflow = Doing()
     seen = []
 
     def do(data: dict[str, Any]) -> None:
@@ -143,33 +143,28 @@ def test_workflows_know_that_they_are_evaluated(tmp_path: Path) -> None:
     workflow = Doing(do)
     sampling = GenerationHyperparameters(temperature=0.25)
     stats_tracker.get("eval-rollout").scalar(length=1000)
-    with executor(options={"eval_sampling": sampling}) as e:
-        lab = Lab(tmp_path, e)
+    with evaluating(tmp_path, options={"eval_sampling": sampling}) as lab:
         lab.evaluation(workflow, 3)(2, False)
     assert sorted(seen) == [(n, "eval-rollout") for n in range(3)]
     assert {context.temperature for context in workflow.seen} == {0.25}
-    stats = lab.lines[0]["eval"]["stats"]
+    stats = lab.found[0]["stats"]
     assert stats["eval-rollout/length"] == 1.0, "figures from before are none of its own"
     assert not [name for name in stats if name.endswith("__count")]
 
 
 def test_episodes_that_take_too_long_are_cancelled_and_counted_as_timeouts(tmp_path: Path) -> None:
     workflow = Gated()
-    with executor(max_concurrent=2) as e:
-        lab = Lab(tmp_path, e)
+    with evaluating(tmp_path, max_concurrent=2) as lab:
         threading.Timer(0.05, workflow.let, [0]).start()
         lab.evaluation(workflow, 4, timeout=1.5)(2, False)
         assert workflow.cancelled == [1, 2]
-        again = lab.evaluation(by_item(dict.fromkeys(range(4), 1.0)), 4)
-        again(4, False)
-    assert lab.lines[0]["eval"]["failed"] == {"timeout": 3}
-    assert lab.lines[0]["eval"]["reward"] == 1.0
-    assert lab.lines[1]["eval"]["episodes"] == 4
+        lab.evaluation(by_item(dict.fromkeys(range(4), 1.0)), 4)(4, False)
+    late, again = lab.found
+    assert (late["failed"], late["reward"], again["episodes"]) == ({"timeout": 3}, 1.0, 4)
 
 
 def test_a_step_is_not_evaluated_twice(tmp_path: Path) -> None:
-    with executor() as e:
-        lab = Lab(tmp_path, e)
+    with evaluating(tmp_path) as lab:
         first = lab.evaluation(Doing())
         first(2, False)
         first(2, True)
@@ -185,31 +180,24 @@ def test_a_step_is_not_evaluated_twice(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_an_evaluation(tmp_path: Path) -> None:
     workflow = Gated()
-    with executor() as e:
-        lab = Lab(tmp_path, e)
+    with evaluating(tmp_path) as lab, ThreadPoolExecutor(1) as threads:
         evaluation = lab.evaluation(workflow)
-
-        def interrupt() -> None:
-            until(lambda: workflow.waiting)
-            evaluation.interrupt()
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
+        running = threads.submit(evaluation, 2, False)
+        until(lambda: workflow.waiting)
+        evaluation.interrupt()
         with pytest.raises(InterruptedError):
-            evaluation(2, False)
-        thread.join()
+            running.result(60)
         with pytest.raises(InterruptedError):
             evaluation(4, False)
     assert not lab.metrics.exists()
 
 
 def test_an_evaluation_is_exported_as_metrics_and_printed(tmp_path: Path) -> None:
-    metrics = TrainerMetrics(dict)
-    with executor() as e:
-        lab = Lab(tmp_path, e)
+    with evaluating(tmp_path) as lab:
         progress = TrainingProgress(lab.metrics, 10)
         lab.evaluation(by_item({0: 1.0, 1: 0.0, 2: RuntimeError("x")}), 3)(2, False)
     assert progress.new_lines() == lab.said
+    metrics = TrainerMetrics(dict)
     metrics.record_evaluation(lab.lines[0])
     text = metrics.exposition().render().decode()
     assert "any_agent_eval_step 2" in text
@@ -219,37 +207,31 @@ def test_an_evaluation_is_exported_as_metrics_and_printed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stop_after", [None, 3])
-def test_a_run_is_evaluated_between_its_steps(
-    tiny_model_dir: Path, tmp_path: Path, stop_after: int | None
-) -> None:
+def test_a_run_is_evaluated_between_its_steps(settings: list[str], stop_after: int | None) -> None:
     """Steps 0, 2 and 4 are evaluated between two steps, with their weights, and 5 because it is
     the last; a run that goes on does none of them again."""
-    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "rollout.eta=1"]
-    settings += ["rollout.batch_size=4", "rollout.max_concurrent=4", "sessions.group_size=2"]
+    settings += ["rollout.eta=1", "rollout.batch_size=4", "rollout.max_concurrent=4"]
     lab: DataLab | None = None
-    for steps in (stop_after, 5):
-        if steps is None:
-            continue
-        lab = DataLab(config_of([*settings, f"train.steps={steps}"]), items=12, before=lab)
-        workflow, ended = Alternating(), ExitStack()
-        evaluation = TrialEvaluation(
+    for steps in [5] if stop_after is None else [stop_after, 5]:
+        config = config_of(settings, f"train.steps={steps}", "sessions.group_size=2")
+        lab = DataLab(config, items=12, before=lab)
+        ended = ExitStack()
+        lab.trainer.evaluate = TrialEvaluation(
             EvalConfig(every=2, at_start=True),  # type: ignore[call-arg]
             as_dataset(items(3), "valid_dataset"),
-            workflow,
-            partial(executor_of, lab.trainer.config, lab.source, ended),
+            Alternating(),
+            partial(executor_of, config, lab.source, ended),
             lab.trainer.report,
         )
-        lab.trainer.evaluate = evaluation
         with ended:
             assert lab.trainer.train()
     assert lab is not None
-    lines = [json.loads(line) for line in lab.trainer.dir.metrics.read_text().splitlines()]
-    order = [("eval" if "eval" in line else "step", line["step"]) for line in lines]
+    order = [("eval" if "eval" in line else "step", line["step"]) for line in lab.metrics]
     expected = [("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3)]
     expected += [("eval", 3)] if stop_after else []
     expected += [("step", 4), ("eval", 4), ("step", 5), ("eval", 5)]
     assert order == expected
-    for line in lines:
+    for line in lab.metrics:
         if "eval" in line:
             assert line["eval"]["items"] == 3
             assert stop_after or line["step"] == 5 or line["version"] == line["step"]

@@ -72,11 +72,11 @@ def filled(fill: Callable[[], None], when: int) -> Callable[[Method, bool], Meth
         calls = count(1)
 
         def filling(*args: Any, **kwargs: Any) -> Any:
-            call = next(calls)
-            if before and call == 1:
+            now = next(calls) == (1 if before else when)
+            if before and now:
                 fill()
             result = method(*args, **kwargs)
-            if not before and call == when:
+            if now and not before:
                 fill()
             return result
 

@@ -18,6 +18,7 @@ from any_agent.config import Config, load_config
 from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.trial import SavedWeights
+from any_agent.rundir.layout import RunDir
 from any_agent.workflow import RolloutWorkflow
 from tests.support.errors import fails_with
 from trainer import GRPOTrainer, grpo_trainer
@@ -40,9 +41,7 @@ class FakeService:
         self.calls: list[str] = []
         self._failed = failed
         FakeService.made = self
-        (Path(config.root) / config.user / config.experiment / config.trial / "logs").mkdir(
-            parents=True, exist_ok=True
-        )
+        RunDir.of(config.root, config.user, config.experiment, config.trial).create()
 
     def start(self) -> None:
         self.calls.append("start")
@@ -90,7 +89,7 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Config:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(grpo_trainer, "LocalService", FakeService)
     monkeypatch.setattr(grpo_trainer, "TrainingLoop", FakeLoop)
-    FakeLoop.then = lambda: None
+    FakeLoop.then = lambda: FakeLoop.made.stop()
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -140,14 +139,6 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(
     assert "start" not in FakeService.made.calls
 
 
-def test_layers_that_the_model_has_and_epochs_of_a_dataset_are_accepted(
-    config: Config, fakes: None
-) -> None:
-    given = changed(config, "train.lora.target_modules=q_proj", "train.epochs=2")
-    with GRPOTrainer(given, train_dataset=[{"n": 1}]) as trainer:
-        assert trainer.url and FakeService.made.calls == ["start"]
-
-
 @pytest.mark.parametrize(
     ("dataset", "arguments", "said"),
     [
@@ -157,16 +148,15 @@ def test_layers_that_the_model_has_and_epochs_of_a_dataset_are_accepted(
         ([{"n": 1}], {"workflow": "json.JSONDecoder"}, "run method"),
         ([{"n": 1}], {"workflow": Nothing, "workflow_kwargs": {"x": 1}}, "workflow_kwargs"),
         ([{"n": 1}], {"workflow": Nothing, "eval_workflow": "json.nothing"}, "'nothing'"),
+        ([{"n": 1}], {"workflow": Nothing, "eval.every": 5}, "valid_dataset"),
     ],
 )
-def test_workflows_that_cannot_be_run_are_refused_before_the_model_loads(
+def test_what_cannot_be_run_is_refused_before_the_model_loads(
     config: Config, fakes: None, dataset: Any, arguments: dict[str, Any], said: str
 ) -> None:
-    """It is told before the model is loaded, and before the service is started for a dataset."""
-    with (
-        fails_with(ConfigError, said),
-        GRPOTrainer(config, train_dataset=dataset) as trainer,
-    ):
+    """And before the service is started for a dataset."""
+    given = changed(config, f"eval.every={arguments.pop('eval.every', 0)}")
+    with fails_with(ConfigError, said), GRPOTrainer(given, train_dataset=dataset) as trainer:
         trainer.train(**arguments)
     assert FakeService.made.calls == (["start", "stop"] if dataset is None else ["stop"])
 
@@ -177,7 +167,9 @@ def test_the_service_starts_at_once_without_a_dataset_and_else_when_asked_for(
     with GRPOTrainer(config):
         assert FakeService.made.calls == ["start"]
     said: list[str] = []
-    with GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append) as trainer:
+    # Layers that the model has, and epochs of a dataset, are accepted.
+    given = changed(config, "train.lora.target_modules=q_proj", "train.epochs=2")
+    with GRPOTrainer(given, train_dataset=[{"n": 1}], say=said.append) as trainer:
         assert FakeService.made.calls == []
         assert trainer.url == trainer.url == "http://127.0.0.1:1"
         assert FakeService.made.calls == ["start"]
@@ -188,49 +180,33 @@ def test_the_service_starts_at_once_without_a_dataset_and_else_when_asked_for(
 def test_data_that_cannot_be_trained_on_is_refused_before_the_service_starts(
     config: Config,
 ) -> None:
-    """It is told before the service is started."""
-    with fails_with(ConfigError, "a str"):
-        GRPOTrainer("my.yaml")  # type: ignore[arg-type]
-    with fails_with(ConfigError, "train_dataset"):
-        GRPOTrainer(config, train_dataset=[])
-    with fails_with(ConfigError, "train_dataset[1]", "str"):
-        GRPOTrainer(config, train_dataset=[{"n": 1}, "text"])
-    with fails_with(ConfigError, "valid_dataset[0]", "tuple"):
-        GRPOTrainer(config, train_dataset=[{"n": 1}], valid_dataset=((1, 2),))
-
-
-def test_an_evaluation_without_a_dataset_is_refused(config: Config, fakes: None) -> None:
-    with (
-        fails_with(ConfigError, "valid_dataset"),
-        GRPOTrainer(changed(config, "eval.every=5"), train_dataset=[{"n": 1}]) as trainer,
+    for given, names in (
+        (("my.yaml",), ["a str"]),
+        ((config, []), ["train_dataset"]),
+        ((config, [{"n": 1}, "text"]), ["train_dataset[1]", "str"]),
+        ((config, [{"n": 1}], ((1, 2),)), ["valid_dataset[0]", "tuple"]),
     ):
-        trainer.train(workflow=Nothing)
-    assert FakeService.made.calls == ["stop"]
+        with fails_with(ConfigError, *names):
+            GRPOTrainer(*given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("number", "code", "end"), [(signal.SIGINT, 130, "stop"), (signal.SIGTERM, 143, "drain")]
 )
-@pytest.mark.parametrize("step", [None, 7])
 def test_a_trainer_that_is_stopped_names_its_checkpoint_and_how_to_go_on(
-    config: Config,
-    fakes: None,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    code: int,
-    end: str,
-    step: int | None,
+    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch, number: int, code: int, end: str
 ) -> None:
-    saved = SavedWeights(Path("/runs/step-00000007"), step, step) if step is not None else None
-    monkeypatch.setattr(grpo_trainer, "latest_weights", lambda _: saved)
     FakeLoop.then = lambda: signal.raise_signal(number)
-    said: list[str] = []
-    trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
-    with fails_with(StopRequested, code=code), trainer:
-        trainer.train(workflow=Nothing)
-    assert FakeService.made.calls == ["start", end]
-    assert len(said) == 4 and said[3].endswith(shlex.join(sys.orig_argv)), "what was typed"
-    assert ("/runs/step-00000007" if step else "no checkpoint") in said[3]
+    saved = SavedWeights(Path("/runs/step-00000007"), 7, 7)
+    for checkpoint, named in ((saved, "/runs/step-00000007"), (None, "no checkpoint")):
+        monkeypatch.setattr(grpo_trainer, "latest_weights", lambda _: checkpoint)  # noqa: B023
+        said: list[str] = []
+        trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
+        with fails_with(StopRequested, code=code), trainer:
+            trainer.train(workflow=Nothing)
+        assert FakeService.made.calls == ["start", end]
+        assert len(said) == 4 and said[3].endswith(shlex.join(sys.orig_argv)), "what was typed"
+        assert named in said[3]
 
 
 def test_a_service_that_is_gone_ends_training_whatever_it_is_at(
@@ -249,10 +225,7 @@ def test_another_model_is_not_trained_under_the_same_name(
     folder = GRPOTrainer(config).dir.path
     (folder / "format").write_text("2\n")
     (folder / "config.yaml").write_text(f"root: {tmp_path}\nmodel:\n  path: /another\n")
-    with (
-        fails_with(ConfigError, "/another"),
-        GRPOTrainer(config) as trainer,
-    ):
+    with fails_with(ConfigError, "/another"), GRPOTrainer(config) as trainer:
         trainer.train()
 
 
@@ -271,34 +244,28 @@ def resolved(fakes: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(grpo_trainer, "DatasetBatches", note)
     monkeypatch.setattr(grpo_trainer, "TrialEvaluation", note)
-    FakeLoop.then = lambda: FakeLoop.made.stop()
     return found
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "evaluated", "eval_kwargs", "x", "same"),
+    ("kwargs", "evaluated", "eval_kwargs", "x"),
     [
-        ({"x": 1}, None, None, 1, True),
-        ({"x": 1}, None, {"x": 2}, 2, False),
-        ({"x": 1}, Numbered, None, 0, False),
-        (None, Numbered, None, 0, True),
-        (None, Numbered, {"x": 3}, 3, False),
+        ({"x": 1}, None, None, 1),
+        ({"x": 1}, None, {"x": 2}, 2),
+        ({"x": 1}, Numbered, None, 0),
+        (None, Numbered, None, 0),
+        (None, Numbered, {"x": 3}, 3),
     ],
 )
 def test_evaluations_use_the_workflow_and_arguments_that_they_are_given(
-    config: Config,
-    resolved: list[Any],
-    kwargs: Any,
-    evaluated: Any,
-    eval_kwargs: Any,
-    x: int,
-    same: bool,
+    config: Config, resolved: list[Any], kwargs: Any, evaluated: Any, eval_kwargs: Any, x: int
 ) -> None:
     with GRPOTrainer(changed(config, "eval.every=1"), [{"n": 1}], [{"n": 2}]) as trainer:
         trainer.train(Numbered, evaluated, kwargs, eval_kwargs)
     runs, eval_runs = resolved
     assert isinstance(eval_runs, Numbered) and eval_runs.x == x
-    assert (runs is eval_runs) == same
+    # The workflow that is trained, where that is the same.
+    assert (runs is eval_runs) == (runs.x == x)
 
 
 def test_what_is_trained_may_be_named_by_the_settings(config: Config, resolved: list[Any]) -> None:

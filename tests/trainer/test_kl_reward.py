@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,33 +18,44 @@ from tests.support.trainer.episodes import interaction, pair, session
 from trainer.batch import TrainingBatch, training_batch
 from trainer.rows import Row
 
+Reference: TypeAlias = Callable[[Sequence[Row]], list[Tensor]]
 BETA = 0.25
 MU = -3.0
 REFERENCE = (-3.2, -2.9, -3.6, -4.0, -2.0, -3.1, -3.3)
-"""The reference's log-probabilities of the tokens of :func:`episodes`, row by row; those of mu are
+"""The reference's log-probabilities of the tokens of :func:`episode`, row by row; those of mu are
 -3."""
 
 
-def episodes() -> list[Episode]:
+def episode() -> Episode:
     """Three sessions of one, two and one call: outputs of 3; 1 and 2; and 1 tokens."""
     first = interaction("first", session="two", output=(9,))
     second = interaction("second", "first", session="two", output=(8, 9))
     two = session("two", 1.0)
     two.interactions[:] = [first, second]
-    return [[session("one", 0.0, output=(4, 8, 8)), two, session("odd", 3.0, output=(4,))]]
+    return [session("one", 0.0, output=(4, 8, 8)), two, session("odd", 3.0, output=(4,))]
 
 
-def reference(rows: Sequence[Row]) -> list[Tensor]:
+def dealt(rows: Sequence[Row]) -> list[Tensor]:
     """The given numbers, dealt to the rows' trained tokens."""
     counts = [int(row["loss_mask"].sum()) for row in rows]
     assert sum(counts) == len(REFERENCE)
     return list(torch.split(torch.tensor(REFERENCE, dtype=torch.float64), counts))
 
 
-def batch_of(preset: str, **settings: Any) -> TrainingBatch:
-    config = TrainConfig(preset=preset, kl_reward_coef=BETA, **settings)  # type: ignore[arg-type]
+def batch_of(
+    preset: str,
+    given: Episode | None = None,
+    reference: Reference = dealt,
+    **settings: Any,
+) -> TrainingBatch:
+    config = TrainConfig(preset=preset, kl_reward_coef=BETA)  # type: ignore[arg-type]
     return training_batch(
-        episodes(), config, step=0, eta=0, step_of_version={0: 0}, reference=reference
+        [given or episode()],
+        config.model_copy(update=settings),
+        step=0,
+        eta=0,
+        step_of_version={0: 0},
+        reference=reference,
     )
 
 
@@ -75,7 +86,6 @@ def test_an_output_loses_its_whole_divergence_with_rloo() -> None:
 
 @pytest.mark.parametrize("preset", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_a_token_loses_what_follows_from_it_with_reinforce_pp(preset: str) -> None:
-    """A token loses the divergence from itself on."""
     whole, returns = by_hand()
     scores = [math.fsum(one) / len(one) for one in whole]
     mean = math.fsum(scores) / 3
@@ -93,16 +103,9 @@ def test_a_token_loses_what_follows_from_it_with_reinforce_pp(preset: str) -> No
 
 def test_a_group_with_nothing_to_learn_teaches_no_token() -> None:
     """Its tokens differ in the divergence alone, which is no lesson about the task."""
-    config = TrainConfig(preset="reinforce_pp_baseline", kl_reward_coef=BETA)
     alike = [session("a", 1.0), session("b", 1.0)]
-    batch = training_batch(
-        [alike],
-        config,
-        step=0,
-        eta=0,
-        step_of_version={0: 0},
-        reference=lambda rows: [torch.tensor([-3.5, -2.0], dtype=torch.float64) for _ in rows],
-    )
+    two = torch.tensor([-3.5, -2.0], dtype=torch.float64)
+    batch = batch_of("reinforce_pp_baseline", alike, lambda rows: [two for _ in rows])
     assert all(not row["advantages"].any() for row in batch.rows)
 
 
@@ -113,27 +116,12 @@ def test_a_session_that_is_too_long_is_not_computed() -> None:
         seen.extend(len(row["input_ids"]) for row in rows)
         return [torch.full((int(row["loss_mask"].sum()),), -3.0) for row in rows]
 
-    config = TrainConfig(preset="rloo", kl_reward_coef=BETA)
-    config = config.model_copy(update={"max_row_tokens": 5})
-    episode = [session("long", 4.0, turns=2), session("good", 1.0)]
-    batch = training_batch(
-        [episode], config, step=0, eta=0, step_of_version={0: 0}, reference=watched
-    )
+    given = [session("long", 4.0, turns=2), session("good", 1.0)]
+    batch = batch_of("rloo", given, watched, max_row_tokens=5)
     assert seen == [5] and batch.rejected == {"long": "too_long"}
     assert batch.scores == [4.0, 1.0]
 
 
 def test_a_reference_that_is_not_finite_ends_training() -> None:
-    config = TrainConfig(preset="rloo", kl_reward_coef=BETA)
     with fails_with(TrainingError, "reference model"):
-        training_batch(
-            [pair("a")],
-            config,
-            step=0,
-            eta=0,
-            step_of_version={0: 0},
-            reference=lambda rows: [torch.tensor([-1.0, -math.inf]) for _ in rows],
-        )
-
-
-# -- in a run --------------------------------------------------------------------------------------
+        batch_of("rloo", pair("a"), lambda rows: [torch.tensor([-1.0, -math.inf]) for _ in rows])

@@ -21,15 +21,6 @@ def not_finite(name: str) -> Episode:
     return pair(name, logprob=math.nan)
 
 
-def test_a_run_trains_acknowledges_and_publishes_each_step(settings: list[str]) -> None:
-    lab = Lab(config_of(settings, "train.steps=3"), [pair(f"p{k}") for k in range(3)])
-    lab.trainer.train()
-    assert lab.executor.acks == [([f"p{k}-good", f"p{k}-bad"], {}) for k in range(3)]
-    assert lab.service.published == [(1, 1), (2, 2), (3, 3)]
-    assert lab.service.states == [("training", 0), ("finished", 3)]
-    assert [line["step"] for line in lab.metrics] == [1, 2, 3]
-
-
 def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> None:
     lab = Lab(config_of(settings, "train.steps=9"), [pair("p0"), pair("p1")])
     lab.at("before settled", lambda settle, _: lambda *given: (settle(*given), lab.trainer.stop()))

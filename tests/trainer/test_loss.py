@@ -17,21 +17,15 @@ GRPO = LOSSES.find("grpo")
 
 
 def one(
-    *,
-    logprob: float,
-    prox: float | None,
-    mu: float,
-    advantage: float,
-    config: LossConfig | None = None,
+    logprob: float, prox: float | None, mu: float, advantage: float
 ) -> tuple[float, float, LossStats]:
     """Loss, gradient by the log-probability, statistics of a single token."""
     lp = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
+    given = {"behaviour": mu, "advantages": advantage, "proximal": prox}
     inputs = LossInputs(
-        torch.tensor([mu], dtype=torch.float64),
-        torch.tensor([advantage], dtype=torch.float64),
-        proximal=None if prox is None else torch.tensor([prox], dtype=torch.float64),
+        **{k: torch.tensor([v], dtype=torch.float64) for k, v in given.items() if v is not None}
     )
-    loss, stats = GRPO(lp, inputs, total_tokens=1, config=config or LossConfig())
+    loss, stats = GRPO(lp, inputs, total_tokens=1, config=LossConfig())
     loss.backward()
     assert lp.grad is not None
     return float(loss.detach()), float(lp.grad), stats
@@ -110,28 +104,19 @@ def test_shares_of_any_split_add_up(
 
 
 @pytest.mark.parametrize("which", ["logprobs", "behaviour", "advantages", "proximal"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_an_input_that_is_not_finite_raises_with_its_place(which: str, bad: float) -> None:
-    tensors = {k: torch.zeros(3) for k in ("logprobs", "behaviour", "advantages", "proximal")}
-    tensors[which][1] = bad
-    with fails_with(FloatingPointError, "session x, token 1", "1 of 3"):
-        GRPO(
-            tensors.pop("logprobs"),
-            LossInputs(**tensors),
-            total_tokens=3,
-            config=LossConfig(),
-            place=lambda k: f"session x, token {k}",
-        )
+def test_an_input_that_is_not_finite_raises_with_its_place(which: str) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        tensors = {k: torch.zeros(3) for k in ("logprobs", "behaviour", "advantages", "proximal")}
+        tensors[which][1] = bad
+        logprobs = tensors.pop("logprobs")
+        how = {"config": LossConfig(), "place": lambda k: f"session x, token {k}"}
+        with fails_with(FloatingPointError, "session x, token 1", "1 of 3"):
+            GRPO(logprobs, LossInputs(**tensors), total_tokens=3, **how)
 
 
 def test_a_ratio_that_overflows_raises_instead_of_a_nan_gradient() -> None:
     with fails_with(FloatingPointError, "trained token 0"):
-        GRPO(
-            torch.tensor([0.0]),
-            LossInputs(torch.tensor([-1.0]), torch.tensor([1.0]), proximal=torch.tensor([-200.0])),
-            total_tokens=1,
-            config=LossConfig(),
-        )
+        one(logprob=0.0, prox=-800.0, mu=-1.0, advantage=1.0)
 
 
 def test_wrong_shapes_and_token_counts_are_refused() -> None:

@@ -8,12 +8,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from any_agent.errors import ConfigError, TrainingError
 from any_agent.rollout import Consumed
+from any_agent.types import Row, SampledSession
 from tests.support.errors import fails_with
-from trainer.manifests import SETTINGS, ConsumedSessions, Manifest, ManifestStore
+from trainer.manifests import (
+    SETTINGS,
+    ConsumedSessions,
+    Manifest,
+    ManifestStore,
+    read_sessions,
+    write_sessions,
+)
 
 ONE = Manifest(
     step=1,
@@ -51,24 +60,17 @@ def test_manifests_after_a_checkpoint_are_listed_and_a_gap_is_an_error(
     manifests: ManifestStore, tmp_path: Path
 ) -> None:
     assert manifests.after(0) == []
-    write(manifests, 3, 4, 5)
+    write(manifests, 2, 3, 4, 5)
+    manifests.prune(2)  # no resume needs it
     (tmp_path / "step-00000009.json.tmp").write_text("x")
-    assert manifests.after(2) == [3, 4, 5]
-    assert manifests.after(4) == [5]
-    assert manifests.after(5) == []
+    assert [manifests.after(step) for step in (2, 4, 5)] == [[3, 4, 5], [5], []]
     for oldest in (1, 0):
         with fails_with(TrainingError, "3, 4, 5"):
             manifests.after(oldest)
     manifests.remove(4)
+    manifests.remove(9)
     with fails_with(TrainingError, "3, 5"):
         manifests.after(2)
-
-
-def test_manifests_that_no_resume_needs_go(manifests: ManifestStore) -> None:
-    write(manifests, 1, 2, 3, 4)
-    manifests.prune(2)
-    assert manifests.steps() == [3, 4]
-    manifests.remove(9)
 
 
 WRONG: dict[str, Any] = {
@@ -135,3 +137,55 @@ def test_a_session_takes_few_bytes_of_memory_and_of_a_checkpoint() -> None:
     assert taken < 150 * len(sessions)
     assert len(document) < 32 * len(sessions)
     assert peak - taken < 200 * len(sessions)
+
+
+def random_row(length: int, reward: float) -> Row:
+    rng = np.random.default_rng(length)
+    return {
+        "input_ids": rng.integers(0, 99, length).astype(np.int32),
+        "loss_mask": rng.integers(0, 2, length).astype(np.int32),
+        "logprobs": rng.normal(size=length).astype(np.float32),
+        "versions": rng.integers(-1, 9, length).astype(np.int32),
+        "attention_mask": np.ones(length, np.bool_),
+        "rewards": np.asarray(reward, np.float32),
+    }
+
+
+SESSIONS = [
+    SampledSession(
+        "data-3-0", "data-3", [random_row(5, 0.1), random_row(9, 1 / 3)], [None, 0.7], task_id="a b"
+    ),
+    SampledSession("data-3-1", "data-3", [random_row(2, -2.5)], [1.0]),
+    # One whose workflow returned nothing to train on.
+    SampledSession("data-12-0", "data-12", [], []),
+]
+
+
+def test_sampled_sessions_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    assert read_sessions(tmp_path / "none") == {}
+    write_sessions(tmp_path / "empty", SESSIONS[2:])
+    assert read_sessions(tmp_path / "empty")["data-12-0"].rows == []
+    path = tmp_path / "rows.safetensors"
+    write_sessions(path, SESSIONS)
+    found = read_sessions(path)
+    assert list(found) == [session.session_id for session in SESSIONS]
+    for session in SESSIONS:
+        again = found[session.session_id]
+        assert (again.group_id, again.task_id) == (session.group_id, session.task_id)
+        assert again.temperatures == session.temperatures
+        assert len(again.rows) == len(session.rows)
+        for one, other in zip(session.rows, again.rows, strict=True):
+            assert one.keys() == other.keys()
+            for name in one.keys() - {"rewards"}:
+                assert one[name].dtype == other[name].dtype
+                assert np.array_equal(one[name], other[name])
+            assert float(one["rewards"]) == float(other["rewards"])
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_torn_file_of_sessions_is_refused_by_name(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "step-00000004.safetensors"
+    write_sessions(path, SESSIONS)
+    path.write_bytes(path.read_bytes()[:kept])
+    with fails_with(ConfigError, "step-00000004.safetensors"):
+        read_sessions(path)

@@ -7,8 +7,6 @@ import os
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -19,6 +17,7 @@ from any_agent.keys import KeySigner
 from any_agent.rundir import registry
 from any_agent.rundir.registry import Registry, RegistryEntry, publish
 from tests.support.errors import fails_with
+from tests.support.workflow_executor import until
 from trainer.metrics import TrainerMetrics
 from trainer.metrics_server import TrainerHeartbeat
 
@@ -34,13 +33,6 @@ def entry_in(folder: Path) -> RegistryEntry | None:
     entries = Registry(folder)
     entries.refresh()
     return entries.get("trainer")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def get(url: str) -> httpx.Response:
@@ -125,24 +117,20 @@ def test_metrics_need_the_runs_own_key(tmp_path: Path) -> None:
     forged = KeySigner(bytes(32)).metrics_key
     with opened(tmp_path) as presence:
         url = f"{presence.url}/metrics"
-        for key in ("sk-", "nonsense", forged, SIGNER.mint(0)[1], SIGNER.run_key):
-            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
-                answer = httpx.get(url, headers=headers, trust_env=False)
-                assert answer.status_code == 401
-                assert "any_agent_train" not in answer.text
-        for headers in (OWN, {"x-api-key": SIGNER.metrics_key}):
-            answer = httpx.get(url, headers=headers, trust_env=False)
-            assert answer.status_code == 200
-            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert "any_agent_train_step 0.0" in answer.text
-        assert get(f"{presence.url}/elsewhere").status_code == 404
-
-
-def test_a_client_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
-    with opened(tmp_path) as presence:
         port = int(presence.url.rpartition(":")[2])
+        # A client that says nothing is not waited for.
         with socket.create_connection(("127.0.0.1", port)):
-            assert get(f"{presence.url}/metrics").status_code == 200
+            for key in ("sk-", "nonsense", forged, SIGNER.mint(0)[1], SIGNER.run_key):
+                for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                    answer = httpx.get(url, headers=headers, trust_env=False)
+                    assert answer.status_code == 401
+                    assert "any_agent_train" not in answer.text
+            for headers in (OWN, {"x-api-key": SIGNER.metrics_key}):
+                answer = httpx.get(url, headers=headers, trust_env=False)
+                assert answer.status_code == 200
+                assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+                assert "any_agent_train_step 0.0" in answer.text
+        assert get(f"{presence.url}/elsewhere").status_code == 404
 
 
 def test_a_scraper_that_gave_up_is_no_fault(

@@ -10,6 +10,7 @@ import pytest
 
 from any_agent.demo.models.tiny import save_tiny_model
 from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of
 
@@ -30,44 +31,32 @@ def die_after_a_step(settings: list[str], *more: str) -> Lab:
     return lab
 
 
-def refused(before: Lab, settings: list[str], *more: str) -> str:
-    """Why another start does not repeat its step; the step stays."""
-    lab = Lab(config_of(settings, *more), [], before=before)
-    with pytest.raises(ConfigError) as raised:
-        lab.trainer.train()
-    assert lab.trainer.policy.steps == 0 and lab.manifests == [1]
-    message = raised.value.message
-    assert "step-00000001.json" in message and "or choose another --trial" in message
-    return message
-
-
-def test_steps_are_not_repeated_with_another_adapter(settings: list[str]) -> None:
-    first = die_after_a_step(settings, *ADAPTER)
-    said = refused(first, settings, "train.lora.rank=8", "train.lora.alpha=12")
-    assert "train.lora.rank=8: set train.lora.rank=4" in said
-    said = refused(first, settings, "train.lora.rank=4", "train.lora.alpha=8")
-    assert "set train.lora.alpha=12" in said
-    assert "train.lora.target_modules" in refused(
-        first, settings, *ADAPTER, "train.lora.target_modules=q_proj"
-    )
-    assert "train.lora.rank=4 and train.lora.alpha=12" in refused(first, settings)
-
-
-def test_an_adapter_after_all_weights_is_refused(settings: list[str]) -> None:
-    first = die_after_a_step(settings)
-    assert "train.lora" in refused(first, settings, *ADAPTER)
-
-
-@pytest.mark.parametrize("adapter", [(), ADAPTER], ids=["all weights", "adapter"])
-def test_another_seed_or_other_weights_are_refused(
-    settings: list[str], tmp_path: Path, adapter: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (ADAPTER, ("train.lora.rank=8", "train.lora.alpha=12"), "rank=8: set train.lora.rank=4"),
+        (ADAPTER, ("train.lora.rank=4", "train.lora.alpha=8"), "set train.lora.alpha=12"),
+        (ADAPTER, (*ADAPTER, "train.lora.target_modules=q_proj"), "train.lora.target_modules"),
+        (ADAPTER, (), "train.lora.rank=4 and train.lora.alpha=12"),
+        ((), ADAPTER, "train.lora"),
+        ((), ("train.seed=5",), "train.seed=5: set train.seed=0"),
+        (ADAPTER, (*ADAPTER, "train.seed=5"), "train.seed=5: set train.seed=0"),
+        ((), ("other weights",), "model.safetensors"),
+        (ADAPTER, (*ADAPTER, "other weights"), "model.safetensors"),
+    ],
+)
+def test_steps_are_not_repeated_from_another_origin(
+    settings: list[str], before: tuple[str, ...], after: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
-    first = die_after_a_step(settings, *adapter)
-    said = refused(first, settings, *adapter, "train.seed=5")
-    assert "train.seed=5: set train.seed=0" in said
-    shutil.rmtree(tmp_path / "model")
-    save_tiny_model(tmp_path / "model", seed=1)
-    assert "model.safetensors" in refused(first, settings, *adapter)
+    first = die_after_a_step(settings, *before)
+    if "other weights" in after:
+        shutil.rmtree(tmp_path / "model")
+        save_tiny_model(tmp_path / "model", seed=1)
+    more = [setting for setting in after if setting != "other weights"]
+    lab = Lab(config_of(settings, *more), [], before=first)
+    with fails_with(ConfigError, said, "step-00000001.json", "or choose another --trial"):
+        lab.trainer.train()
+    assert lab.trainer.policy.steps == 0 and lab.manifests == [1], "the step stays"
 
 
 def test_a_manifest_of_an_earlier_version_is_repeated(settings: list[str]) -> None:

@@ -11,8 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from any_agent.config import TrainConfig
-from any_agent.errors import ConfigError
-from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.trainer.episodes import session
 from tests.support.trainer.loop import Lab, config_of
@@ -30,21 +28,13 @@ def page() -> dict[str, Any]:
 
 def test_the_documents_own_estimator_gives_the_advantages_by_hand(page: dict[str, Any]) -> None:
     config = TrainConfig(advantage_estimator="median")  # type: ignore[call-arg]
-    groups = [
-        [
-            SessionRewards([1.0], [True]),
-            SessionRewards([0.0], [True]),
-            SessionRewards([0.2, 9.0], [True, False]),
-            SessionRewards([9.0], [False]),
-        ],
-        [SessionRewards([1.0], [True]), SessionRewards([1.0], [True])],
-        [SessionRewards([1.0], [True])],
-    ]
-    four, equal, one = estimate_advantages(groups, config)
+    one, none = SessionRewards([1.0], [True]), SessionRewards([9.0], [False])
+    first = [one, SessionRewards([0.0], [True]), SessionRewards([0.2, 9.0], [True, False]), none]
+    four, equal, alone = estimate_advantages([first, [one, one], [one]], config)
     assert four.advantages == ((0.8,), (-0.2,), (0.0, 0.0), (0.0,))
     assert four.scores == (1.0, 0.0, 0.2, None) and not four.zero_variance
     assert equal.zero_variance and equal.advantages == ((0.0,), (0.0,))
-    assert one.zero_variance and one.advantages == ((0.0,),)
+    assert alone.zero_variance and alone.advantages == ((0.0,),)
 
 
 def test_the_documents_own_loss_gives_the_gradient_by_hand(page: dict[str, Any]) -> None:
@@ -79,9 +69,3 @@ def test_a_step_trains_with_an_estimator_and_a_loss_of_the_user(
     assert line["loss"] == pytest.approx(expected, rel=1e-4)
     start = model.state_dict().values()
     assert not all(torch.equal(a, b) for a, b in zip(lab.weights(), start, strict=False))
-
-
-def test_an_unknown_name_ends_the_trainer_at_its_start(tmp_path: Path) -> None:
-    for setting in ("train.advantage_estimator=gppo", "train.loss=gppo"):
-        with fails_with(ConfigError, setting):
-            Lab(config_of([f"root={tmp_path}"], setting), [])

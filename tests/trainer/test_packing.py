@@ -1,50 +1,30 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.errors import fails_with
-from tests.support.trainer.policies import random_rows
+from tests.support.trainer.policies import random_rows, row_of
 from trainer.packing import micro_batches, padded_passes, tree_passes
 from trainer.rows import Row, mask_stale, trained_positions, with_training_signal, with_values
 
 
-def row(ids: list[int], mask: list[int], versions: list[int] | None = None) -> Row:
-    n = len(ids)
-    return {
-        "input_ids": torch.tensor(ids, dtype=torch.int32),
-        "loss_mask": torch.tensor(mask, dtype=torch.int32),
-        "logprobs": torch.zeros(n),
-        "versions": torch.tensor(versions or [-1] * n, dtype=torch.int32),
-        "attention_mask": torch.ones(n, dtype=torch.bool),
-        "rewards": torch.tensor(1.0),
-    }
+def signalled(ids: list[int], mask: list[int]) -> Row:
+    return with_training_signal(row_of(ids, mask), advantage=1.0, temperature=1.0)
 
 
 def test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old() -> None:
     """Versions 3, 4, 5 after steps 4, 5, 7; at step 7 with eta 2 only version 3 is too old."""
-    got = mask_stale(
-        row([9, 1, 2, 3], [0, 1, 1, 1], [-1, 3, 4, 5]),
-        step_of_version={3: 4, 4: 5, 5: 7},
-        step=7,
-        eta=2,
-    )
+    row = row_of([9, 1, 2, 3], [0, 1, 1, 1], versions=[-1, 3, 4, 5])
+    got = mask_stale(row, step_of_version={3: 4, 4: 5, 5: 7}, step=7, eta=2)
     assert got["loss_mask"].tolist() == [0, 0, 1, 1]
-
-
-def test_staleness_leaves_its_argument_alone_and_needs_known_versions() -> None:
-    r = row([9, 1], [0, 1], [-1, 3])
-    mask_stale(r, step_of_version={3: 0}, step=9, eta=0)
-    assert r["loss_mask"].tolist() == [0, 1]
+    assert row["loss_mask"].tolist() == [0, 1, 1, 1], "the row itself stays as it was"
+    # Tokens from a history that was given up stay.
+    given_up = mask_stale(row, step_of_version={3: 12, 4: 12, 5: 12}, step=10, eta=0)
+    assert given_up["loss_mask"].tolist() == [0, 1, 1, 1]
     with fails_with(ValueError, "version 3"):
-        mask_stale(r, step_of_version={4: 0}, step=0, eta=0)
-
-
-def test_tokens_from_a_history_that_was_given_up_stay() -> None:
-    r = mask_stale(row([9, 1], [0, 1], [-1, 8]), step_of_version={8: 12}, step=10, eta=0)
-    assert r["loss_mask"].tolist() == [0, 1]
+        mask_stale(row, step_of_version={4: 0}, step=0, eta=0)
 
 
 def test_a_token_is_predicted_one_position_before_it() -> None:
@@ -58,45 +38,36 @@ def test_a_token_is_predicted_one_position_before_it() -> None:
     assert one.items.place(2) == "row 1, position 1"
 
 
-def test_a_row_that_trains_its_first_token_or_padding_is_refused() -> None:
+def test_a_row_that_cannot_be_trained_on_is_refused() -> None:
     with fails_with(ValueError, "first token"):
-        trained_positions(row([1, 2], [1, 1]))
-    padded = row([1, 2], [0, 1]) | {"attention_mask": torch.tensor([True, False])}
+        trained_positions(row_of([1, 2], [1, 1]))
+    row = row_of([1, 2], [0, 1])
     with fails_with(ValueError, "padding"):
-        trained_positions(padded)
-
-
-def test_values_of_trained_tokens_are_put_at_their_positions() -> None:
-    rows = [row([9, 1, 2, 3], [0, 1, 0, 1]), row([8, 5], [0, 0])]
-    one, other = with_values(rows, "reference", [torch.tensor([-1.0, -2.0]), torch.zeros(0)])
-    assert one["reference"].tolist() == [0, -1, 0, -2]
-    assert other["reference"].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_greedy_rows_are_refused(temperature: float) -> None:
-    with fails_with(ValueError, "temperature"):
-        with_training_signal(row([1, 2], [0, 1]), advantage=1.0, temperature=temperature)
-
-
-def signalled(ids: list[int], mask: list[int]) -> Row:
-    return with_training_signal(row(ids, mask), advantage=1.0, temperature=1.0)
-
-
-def test_rows_are_counted_alike_in_both_kinds_of_passes() -> None:
-    rows = [signalled([4, 5], [0, 1]), signalled([1, 2, 3], [0, 1, 1])]
-    (tree,), (padded,) = tree_passes(rows, 64), padded_passes(rows, 64)
-    assert padded.items.sequences.tolist() == tree.items.sequences.tolist() == [1, 1, 0]
-    assert padded.items.labels.tolist() == tree.items.labels.tolist() == [2, 3, 5]
-
-
-def test_an_input_that_some_rows_lack_is_named() -> None:
+        trained_positions(row | {"attention_mask": torch.tensor([True, False])})
+    for temperature in (0.0, -1.0, float("nan")):
+        with fails_with(ValueError, "temperature"):
+            with_training_signal(row, advantage=1.0, temperature=temperature)
     odd = signalled([1, 2], [0, 1]) | {"reference": torch.zeros(2)}
     for make in (tree_passes, padded_passes):
         with fails_with(ValueError, "reference"):
             make([signalled([1, 2], [0, 1]), odd], 64)
         with fails_with(ValueError, "greedy"):
             make([signalled([1, 2], [0, 1]) | {"temperatures": torch.tensor(0.0)}], 64)
+
+
+def test_values_of_trained_tokens_are_put_at_their_positions() -> None:
+    rows = [row_of([9, 1, 2, 3], [0, 1, 0, 1]), row_of([8, 5], [0, 0])]
+    one, other = with_values(rows, "reference", [torch.tensor([-1.0, -2.0]), torch.zeros(0)])
+    assert one["reference"].tolist() == [0, -1, 0, -2]
+    assert other["reference"].tolist() == [0, 0]
+
+
+def test_rows_are_counted_alike_in_both_kinds_of_passes() -> None:
+    rows = [signalled([4, 5], [0, 1]), signalled([1, 2, 3], [0, 1, 1])]
+    for make in (tree_passes, padded_passes):
+        (one,) = make(rows, 64)
+        assert one.items.sequences.tolist() == [1, 1, 0]
+        assert one.items.labels.tolist() == [2, 3, 5]
 
 
 @settings(deadline=None)

@@ -16,7 +16,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.support.trainer.activations import kept
 from tests.support.trainer.policies import small_policy
 from trainer.model import PolicyConfig
 from trainer.pass_size import (
@@ -30,30 +29,17 @@ from trainer.pass_size import (
 
 SHAPES: dict[str, Any] = {
     "27M": Qwen3Config(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
+        **{"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64},
+        **{"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
     ),
     "135M": LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        **{"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536},
+        **{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
     ),
 }
 EIGHT_B = Qwen3Config(
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
+    **{"hidden_size": 4096, "intermediate_size": 12_288, "head_dim": 128},
+    **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
 )
 GPU = torch.device("cuda")
 
@@ -64,16 +50,29 @@ def chosen(config: Any, device: str | torch.device = "cpu", **how: Any) -> int:
     return pass_tokens(model, torch.device(device), PolicyConfig(**how))
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("27M", 768), ("135M", 512)])
-def test_passes_on_a_cpu_have_the_length_that_was_measured_to_be_best(
-    name: str, tokens: int
-) -> None:
-    assert chosen(SHAPES[name]) == tokens
-    assert chosen(SHAPES[name], gradient_checkpointing=True) == CPU_TOKENS[1]
+def test_passes_on_a_cpu_have_the_length_that_was_measured_to_be_best() -> None:
+    for name, tokens in (("27M", 768), ("135M", 512)):
+        assert chosen(SHAPES[name]) == tokens
+        assert chosen(SHAPES[name], gradient_checkpointing=True) == CPU_TOKENS[1]
+    assert chosen(EIGHT_B) == CPU_TOKENS[0], "the shortest ones, for a large model"
 
 
-def test_a_large_model_gets_the_shortest_passes_on_a_cpu() -> None:
-    assert chosen(EIGHT_B) == CPU_TOKENS[0]
+def kept(model: Any, tokens: int) -> int:
+    """Bytes that autograd keeps of a forward pass, each memory once, weights aside."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(found.values())
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -85,18 +84,20 @@ def test_the_bytes_of_a_token_are_those_that_a_pass_keeps(name: str) -> None:
 
 
 def test_bytes_of_a_token_are_found_for_models_that_name_sizes_otherwise() -> None:
-    two = GPT2Config(n_embd=64, n_layer=2, n_head=4)
-    assert token_bytes(two, 4, checkpointing=False) == 2.5 * 4 * (8 * 64 + 5 * 128 + 4 * 256)
-    few = Qwen3MoeConfig(num_experts_per_tok=2, moe_intermediate_size=512, intermediate_size=768)
-    more = Qwen3MoeConfig(num_experts_per_tok=4, moe_intermediate_size=512, intermediate_size=768)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": [128, 256]}
-    uneven = SimpleNamespace(**sizes, num_attention_heads=[2, 4], head_dim=16)
-    assert token_bytes(uneven, 4, checkpointing=False) == token_bytes(two, 4, checkpointing=False)
-    without = MambaConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=256)
-    assert token_bytes(without, 4, checkpointing=False) == token_bytes(two, 4, checkpointing=False)
-    layers = few.num_hidden_layers + 0.5
+    for same in (
+        GPT2Config(n_embd=64, n_layer=2, n_head=4),
+        SimpleNamespace(**sizes, num_attention_heads=[2, 4], head_dim=16),
+        MambaConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=256),
+    ):
+        expected = 2.5 * 4 * (8 * 64 + 5 * 128 + 4 * 256)
+        assert token_bytes(same, 4, checkpointing=False) == expected
+    few, more = (
+        Qwen3MoeConfig(num_experts_per_tok=n, moe_intermediate_size=512, intermediate_size=768)
+        for n in (2, 4)
+    )
     grown = token_bytes(more, 2, checkpointing=False) - token_bytes(few, 2, checkpointing=False)
-    assert grown == layers * 2 * 4 * (2048 - 1024)
+    assert grown == (few.num_hidden_layers + 0.5) * 2 * 4 * (2048 - 1024)
 
 
 def test_passes_on_a_gpu_are_as_long_as_its_free_memory_holds(

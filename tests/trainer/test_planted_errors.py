@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def values_of_some_layers_law() -> None:
 LAWS: dict[str, Callable[..., Any]] = {
     "dense": dense_law,
     "padded": partial(dense_law, "rows"),
-    "trl": trl.loss_and_gradients_equal_trl,
+    "trl": partial(trl.preset_equals_trl, "grpo"),
     "worked example": advantage.test_advantages_of_the_documents_worked_example_hold,
     "staleness": packing.test_staleness_counts_steps_and_keeps_what_is_exactly_eta_old,
     "trees": partial(tree.test_logprobs_loss_and_gradients_are_those_of_rows, "qwen3", 10_000),
@@ -74,10 +75,10 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl cispo": partial(trl.preset_equals_trl, "cispo"),
     "trl rloo": partial(trl.test_rloo_advantages_and_gradients_equal_those_of_trl, False, 0.0),
     "trl rloo, kl": partial(trl.test_rloo_advantages_and_gradients_equal_those_of_trl, False, 0.2),
-    "leave one out": advantage.test_rloo_advantages_compare_with_the_other_sessions_of_the_group,
-    "batch": advantage.test_the_batchs_mean_and_deviation_hold_by_law,
-    "batch of groups": advantage.test_reinforce_pp_centres_on_the_group_and_scales_by_the_batch,
-    "deviation of the batch": advantage.test_grpo_advantages_can_be_scaled_by_the_batchs_deviation,
+    "batch of groups": partial(
+        advantage.advantages_equal_their_formula, "reinforce_pp_baseline", "batch"
+    ),
+    "deviation of the batch": partial(advantage.advantages_equal_their_formula, "grpo", "batch"),
     **{f"mean, {name}": partial(batch.mean_law, name) for name in ("session", "turn", "constant")},
     "long outputs": batch.test_long_outputs_lose_reward_each_by_itself,
     "values of some layers": values_of_some_layers_law,
@@ -93,236 +94,166 @@ OF_ADAPTERS: dict[str, Callable[[Path, Path], Any]] = {
 }
 """Laws of a model and an empty folder."""
 
-SHIFTED = 'rows: = row["loss_mask"].nonzero()[:, 0] -> = row["loss_mask"][:-1].nonzero()[:, 0] + 1'
-COLD = "logprobs: None), temperatures[edges]) -> None), torch.ones_like(temperatures[edges]))"
-K3 = "loss: torch.exp(-d) + d - 1 -> torch.exp(-d) - 1"
-VESPO_SIGNS = "surrogates: inputs.sequence_product, inputs.advantages < 0 -> "
-VESPO_SIGNS += "inputs.sequence_product, inputs.advantages >= 0"
-ROW_RATIO = "surrogates: ratio * torch.exp(inputs.sequence_log_ratio) -> "
-ROW_RATIO += "torch.exp(logprobs - proximal)"
-OWN_SCORE = "advantage: (math.fsum(pool) - score) / (len(pool) - 1) -> math.fsum(pool) / len(pool)"
-DROPPED = "advantage: strict=True) if stay for score in pool] -> strict=True) for score in pool]"
-OF_ROWS = "batch: sessions if rows] -> sessions for rows in [[row] for row in rows]]; "
-OF_ROWS += "sessions = [[row] for rows in sessions for row in rows]"
-DOUBLED = "lora: alpha=layer.scaling -> alpha=2 * layer.scaling"
-BASE = 'lora: if layer is not None and name.endswith(".weight"): -> if False:'
-BLOCKS = "trie: causal + within + _past_blocks(past, home, offset, lengths, levels) -> "
 
-PLANTS: dict[str, tuple[str, str]] = {
-    "the label's own hidden state": (
-        "padded",
-        "packing: cat([own - 1 + place -> cat([own + place",
-    ),
-    "shifted mask": ("dense", SHIFTED),
-    "shifted mask, against TRL": ("trl", SHIFTED),
-    "missing temperature": ("dense", COLD),
-    "missing temperature, against TRL": ("trl", COLD),
-    "one temperature for all rows": (
-        "dense",
-        "logprobs: None), temperatures[edges]) -> "
-        "None), temperatures[edges] * 0 + temperatures.mean())",
-    ),
-    "baseline over turns": (
-        "worked example",
-        "advantage: return [score for session in group if (score := session.score) is not None] -> "
-        "return [r for s in group for r, c in zip(s.rewards, s.counted) if c]",
-    ),
-    "deviation not offset": (
-        "trl",
-        "advantage: _equal(pool) else std + STD_FLOOR -> _equal(pool) else std + 1e-2",
-    ),
-    "staleness off by one": ("staleness", "rows: age > eta -> age >= eta"),
-    "staleness off by one, lenient": ("staleness", "rows: age > eta -> age > eta + 1"),
-    "versions for steps": (
-        "staleness",
-        "rows: step - step_of_version[version], eta -> max(step_of_version) - version, eta",
-    ),
-    "N of the micro-batch": ("dense", "loss: sum() / total_tokens -> sum() / logprobs.numel()"),
-    "no importance weight": (
-        "dense",
-        "loss: log_weight = proximal - inputs.behaviour -> log_weight = 0 * proximal",
-    ),
-    "no cap": ("dense", "loss: clamp(config.is_floor, config.is_cap) -> clamp(config.is_floor)"),
-    "gradient through the weight": (
-        "trl",
-        "loss: = importance_weight(proximal, -> = importance_weight(logprobs,",
-    ),
-    "a sibling is seen": ("trees", f"{BLOCKS}[Block(0, total, 0, total, None, True)]"),
-    "an ancestor pass is forgotten": ("divided trees", f"{BLOCKS}causal + within"),
-    "a lost gradient of keys and values": (
-        "divided trees",
-        "tree_attention: [tensor for tensor, _ in used], [grad for _, grad in used] -> [], []",
-    ),
-    "one item for two rows": (
-        "trees",
-        "packing: places = order[ends[number] : ends[number + 1]] -> "
-        "places = order[ends[number] : ends[number + 1]]; "
-        "edges = np.stack([sources[places], items.labels.numpy()[places]]); "
-        "places = places[np.sort(np.unique(edges, axis=1, return_index=True)[1])]",
-    ),
-    "advantages averaged over an edge": (
-        "trees",
-        "packing: sources = np.concatenate(trie.sources) -> "
-        "sources = np.concatenate(trie.sources); "
-        "edges = np.stack([sources, items.labels.numpy()]); "
-        "edges = np.unique(edges, axis=1, return_inverse=True)[1].ravel(); "
-        'a = items.inputs["advantages"].numpy(); '
-        "a[:] = (np.bincount(edges, a) / np.bincount(edges))[edges]",
-    ),
-    "parts of attention weighted alike": (
-        "trees",
-        "tree_attention: torch.sigmoid(part - lse) -> torch.full_like(part, 0.5)",
-    ),
-    "rows numbered by their pass": (
-        "divided weights",
-        "packing: one = one if len(one.items) else replace(one, items=idle.items) -> "
-        "one = replace(one, items=replace(one.items, "
-        "sequences=torch.full_like(one.items.sequences, place)))",
-    ),
-    "no proximal policy": (
-        "updates",
-        'policy: rows = with_values(rows, "proximal", proximal) -> pass',
-    ),
-    "N of the whole batch": (
-        "updates",
-        "policy: [count_trained(part) for part in parts] -> [200 for part in parts]",
-    ),
-    "sums over a row": ("inputs", "updates: .sum() / max(len(values), 1) -> .sum()"),
-    "entropies of one row": (
-        "high entropy",
-        "updates: [(e >= least) -> [(e >= np.quantile(e.numpy(), 1 - share))",
-    ),
-    "products of another row": (
-        "inputs",
-        'updates: out.append(row | {"sequence_product" -> '
-        'out.append(rows[(len(out) + 1) % len(rows)] | {"sequence_product"',
-    ),
-    "VESPO's signs are swapped": ("vespo", VESPO_SIGNS),
-    "VESPO's signs are swapped, against TRL": ("trl vespo", VESPO_SIGNS),
-    "VESPO without its decay": ("vespo", "surrogates: + lam * (1 - whole)) -> )"),
-    "VESPO weighs tokens as well": (
-        "trl vespo",
-        "loss: torch.ones_like(weight) if self.sequence_product else weight -> weight",
-    ),
-    "clipped at one side": (
-        "dual clip",
-        "surrogates: ratio if config.dual_clip is None else ratio.clamp(max=config.dual_clip) -> "
-        "ratio",
-    ),
-    "rows of all signs are dropped": (
-        "off policy",
-        "loss: (inputs.advantages < 0) & (divergence -> (divergence",
-    ),
-    "the updates are no divergence": (
-        "off policy",
-        "loss: divergence = divergence - inputs.sequence_log_ratio -> pass",
-    ),
-    "no lower bound": ("two bounds", "loss: raw.clamp(config.is_floor, -> raw.clamp(0.0,"),
-    "the unbiased k3 without its linear part": ("k3_unbiased", K3),
-    "the whole divergence for each token": ("returns", "kl_reward: += factor * ( -> += 0 * ("),
-    "a token's own divergence given back": (
-        "returns",
-        "kl_reward: divergence.cumsum(0) - divergence -> divergence.cumsum(0)",
-    ),
-    "a reward for divergence": (
-        "returns",
-        "kl_reward: .double() - values).nan -> .double() * -1 + values).nan",
-    ),
-    "no divergence in the reward, against TRL": (
-        "trl rloo, kl",
-        "kl_reward: rewards=[r - next(lost, 0.0) if one else r -> rewards=[r",
-    ),
-    "moments are not undone": (
-        "undo",
-        "updates: in state.items():\n                    local_part -> in ():\n"
-        "                    local_part",
-    ),
-    "nothing is undone": ("undo", "policy: before.restore() -> pass"),
-    "the wrong sign": ("dense", "loss: loss = per_token.sum() -> loss = -per_token.sum()"),
-    "a token's ratio for the row's, against TRL": ("trl gspo", ROW_RATIO),
-    "a row's ratio without gradient": (
-        "gspo",
-        "surrogates: torch.exp(logprobs - logprobs.detach()) -> 0 * logprobs + 1",
-    ),
-    "CISPO drops clipped tokens": (
-        "cispo",
-        "surrogates: -ratio.clamp(low, high) * inputs.advantages * logprobs -> "
-        "_clipped(torch.exp(logprobs - proximal), inputs.advantages, config).loss",
-    ),
-    "REINFORCE clips": (
-        "reinforce",
-        "surrogates: return Surrogate(-ratio * inputs.advantages, ratio) -> "
-        "return _clipped(ratio, inputs.advantages, config)",
-    ),
-    "REINFORCE forgets pi_prox": (
-        "reinforce",
-        "surrogates: ratio = torch.exp(logprobs - proximal)\n    return -> "
-        "ratio = torch.exp(logprobs - logprobs.detach())\n    return",
-    ),
-    "SAPO's temperatures are swapped": (
-        "sapo",
-        "surrogates: positive = inputs.advantages > 0 -> positive = inputs.advantages < 0",
-    ),
-    "k2 without its half": ("k2", "loss: d.square() / 2 -> d.square()"),
-    "k3 without its linear part": ("k3", K3),
-    "k3 without its linear part, against TRL": ("trl cispo", K3),
-    "masked weights are truncated": (
-        "masked",
-        "loss: raw.masked_fill(beyond, 0.0) -> raw.clamp(max=config.is_cap)",
-    ),
-    "a token's weight for the row's": (
-        "truncated rows",
-        "loss: log_weight = inputs.sequence_log_weight -> pass",
-    ),
-    "the importance weight on all terms": (
-        "all terms",
-        "loss: + config.kl_coef * kl -> + weight * config.kl_coef * kl",
-    ),
-    "no weights of tokens": (
-        "trl dr_grpo",
-        "loss: per_token = per_token * inputs.token_weights -> pass",
-    ),
-    "entropies without gradient": (
-        "trl cispo",
-        "pass_runner: self.fused, entropy_gradient) -> self.fused, False)",
-    ),
-    "the own score in the baseline, against TRL": ("trl rloo", OWN_SCORE),
-    "dropped groups in the batch's deviation": ("deviation of the batch", DROPPED),
-    "dropped groups in the batch's mean": ("batch of groups", DROPPED),
-    "sessions counted once a row": ("mean, session", OF_ROWS),
-    "a constant length for each row": ("mean, constant", OF_ROWS),
-    "rows counted once a session": (
-        "mean, turn",
-        'batch: turns * n if aggregation == "turn" else -> ',
-    ),
-    "a penalty above the length": (
-        "long outputs",
-        "advantage: length - (config.overlong_length - buffer) -> length - config.overlong_length",
-    ),
-    "values need a gradient only where keys do": (
-        "values of some layers",
-        "tree_attention: requires_grad_(one.requires -> requires_grad_(key.requires",
-    ),
-    "the merge doubles the scale": ("merged", DOUBLED),
-    "engines get twice the adapter": ("published", DOUBLED),
-    "engines get the base": ("published", BASE),
-    "the checkpoint's model is the base": ("complete", BASE),
-    "the merge is stale": (
-        "recognised",
-        "lora: out.append(tensor) -> "
-        'out.append(model.__dict__.setdefault("known", {}).setdefault(name, tensor.clone()))',
-    ),
-    "alpha is ignored": ("merged", "lora: lora_alpha=lora.alpha -> lora_alpha=lora.rank"),
-    "a base weight is trained": (
-        "only the adapter",
-        "lora: generator = -> model.model.norm.weight.requires_grad_(True); generator =",
-    ),
-    "the adapter is not loaded": (
-        "resumed",
-        'adapter_files: load_shards(folder, tensors, "the adapter") -> pass',
-    ),
-    "the adapter's prefix is missing": ("complete", "adapter_files: _PREFIX + name -> name"),
-    "the adapter stays on": ("switched off", "lora: layer.enable_adapters(False) -> pass"),
+PLANTED = r"""
+the label's own hidden state | padded
+    packing: cat([own - 1 + place -> cat([own + place
+shifted mask | dense + trl
+    rows: = row["loss_mask"].nonzero()[:, 0] -> = row["loss_mask"][:-1].nonzero()[:, 0] + 1
+missing temperature | dense + trl
+    logprobs: None), temperatures[edges]) -> None), torch.ones_like(temperatures[edges]))
+one temperature for all rows | dense
+    logprobs: None), temperatures[edges]) -> None), temperatures[edges] * 0 + temperatures.mean())
+baseline over turns | worked example
+    advantage: return [score for session in group if (score := session.score) is not None]
+    -> return [r for s in group for r, c in zip(s.rewards, s.counted) if c]
+deviation not offset | trl
+    advantage: _equal(pool) else std + STD_FLOOR -> _equal(pool) else std + 1e-2
+staleness off by one | staleness
+    rows: age > eta -> age >= eta
+staleness off by one, lenient | staleness
+    rows: age > eta -> age > eta + 1
+versions for steps | staleness
+    rows: step - step_of_version[version], eta -> max(step_of_version) - version, eta
+N of the micro-batch | dense
+    loss: sum() / total_tokens -> sum() / logprobs.numel()
+no importance weight | dense
+    loss: log_weight = proximal - inputs.behaviour -> log_weight = 0 * proximal
+no cap | dense
+    loss: clamp(config.is_floor, config.is_cap) -> clamp(config.is_floor)
+gradient through the weight | trl
+    loss: = importance_weight(proximal, -> = importance_weight(logprobs,
+a sibling is seen | trees
+    trie: causal + within + _past_blocks(past, home, offset, lengths, levels)
+    -> [Block(0, total, 0, total, None, True)]
+an ancestor pass is forgotten | divided trees
+    trie: causal + within + _past_blocks(past, home, offset, lengths, levels) -> causal + within
+a lost gradient of keys and values | divided trees
+    tree_attention: [tensor for tensor, _ in used], [grad for _, grad in used] -> [], []
+one item for two rows | trees
+    packing: places = order[ends[number] : ends[number + 1]]
+    -> places = order[ends[number] : ends[number + 1]]; edges = np.stack([sources[places],
+    items.labels.numpy()[places]]); places = places[np.sort(np.unique(edges, axis=1,
+    return_index=True)[1])]
+advantages averaged over an edge | trees
+    packing: sources = np.concatenate(trie.sources)
+    -> sources = np.concatenate(trie.sources); edges = np.stack([sources, items.labels.numpy()]);
+    edges = np.unique(edges, axis=1, return_inverse=True)[1].ravel(); a =
+    items.inputs["advantages"].numpy(); a[:] = (np.bincount(edges, a) / np.bincount(edges))[edges]
+parts of attention weighted alike | trees
+    tree_attention: torch.sigmoid(part - lse) -> torch.full_like(part, 0.5)
+rows numbered by their pass | divided weights
+    packing: one = one if len(one.items) else replace(one, items=idle.items)
+    -> one = replace(one, items=replace(one.items, sequences=torch.full_like(one.items.sequences,
+    place)))
+no proximal policy | updates
+    policy: rows = with_values(rows, "proximal", proximal) -> pass
+N of the whole batch | updates
+    policy: [count_trained(part) for part in parts] -> [200 for part in parts]
+sums over a row | inputs
+    updates: .sum() / max(len(values), 1) -> .sum()
+entropies of one row | high entropy
+    updates: [(e >= least) -> [(e >= np.quantile(e.numpy(), 1 - share))
+products of another row | inputs
+    updates: out.append(row | {"sequence_product"
+    -> out.append(rows[(len(out) + 1) % len(rows)] | {"sequence_product"
+VESPO's signs are swapped | vespo + trl vespo
+    surrogates: inputs.sequence_product, inputs.advantages < 0
+    -> inputs.sequence_product, inputs.advantages >= 0
+VESPO without its decay | vespo
+    surrogates: + lam * (1 - whole)) -> )
+VESPO weighs tokens as well | trl vespo
+    loss: torch.ones_like(weight) if self.sequence_product else weight -> weight
+clipped at one side | dual clip
+    surrogates: ratio if config.dual_clip is None else ratio.clamp(max=config.dual_clip) -> ratio
+rows of all signs are dropped | off policy
+    loss: (inputs.advantages < 0) & (divergence -> (divergence
+the updates are no divergence | off policy
+    loss: divergence = divergence - inputs.sequence_log_ratio -> pass
+no lower bound | two bounds
+    loss: raw.clamp(config.is_floor, -> raw.clamp(0.0,
+k3 without its linear part | k3_unbiased + k3 + trl cispo
+    loss: torch.exp(-d) + d - 1 -> torch.exp(-d) - 1
+the whole divergence for each token | returns
+    kl_reward: += factor * ( -> += 0 * (
+a token's own divergence given back | returns
+    kl_reward: divergence.cumsum(0) - divergence -> divergence.cumsum(0)
+a reward for divergence | returns
+    kl_reward: .double() - values).nan -> .double() * -1 + values).nan
+no divergence in the reward | trl rloo, kl
+    kl_reward: rewards=[r - next(lost, 0.0) if one else r -> rewards=[r
+moments are not undone | undo
+    updates: in state.items():\n                    local_part
+    -> in ():\n                    local_part
+nothing is undone | undo
+    policy: before.restore() -> pass
+the wrong sign | dense
+    loss: loss = per_token.sum() -> loss = -per_token.sum()
+a token's ratio for the row's | trl gspo
+    surrogates: ratio * torch.exp(inputs.sequence_log_ratio) -> torch.exp(logprobs - proximal)
+a row's ratio without gradient | gspo
+    surrogates: torch.exp(logprobs - logprobs.detach()) -> 0 * logprobs + 1
+CISPO drops clipped tokens | cispo
+    surrogates: -ratio.clamp(low, high) * inputs.advantages * logprobs
+    -> _clipped(torch.exp(logprobs - proximal), inputs.advantages, config).loss
+REINFORCE clips | reinforce
+    surrogates: return Surrogate(-ratio * inputs.advantages, ratio)
+    -> return _clipped(ratio, inputs.advantages, config)
+REINFORCE forgets pi_prox | reinforce
+    surrogates: ratio = torch.exp(logprobs - proximal)\n    return
+    -> ratio = torch.exp(logprobs - logprobs.detach())\n    return
+SAPO's temperatures are swapped | sapo
+    surrogates: positive = inputs.advantages > 0 -> positive = inputs.advantages < 0
+k2 without its half | k2
+    loss: d.square() / 2 -> d.square()
+masked weights are truncated | masked
+    loss: raw.masked_fill(beyond, 0.0) -> raw.clamp(max=config.is_cap)
+a token's weight for the row's | truncated rows
+    loss: log_weight = inputs.sequence_log_weight -> pass
+the importance weight on all terms | all terms
+    loss: + config.kl_coef * kl -> + weight * config.kl_coef * kl
+no weights of tokens | trl dr_grpo
+    loss: per_token = per_token * inputs.token_weights -> pass
+entropies without gradient | trl cispo
+    pass_runner: self.fused, entropy_gradient) -> self.fused, False)
+the own score in the baseline | trl rloo
+    advantage: (math.fsum(pool) - score) / (len(pool) - 1) -> math.fsum(pool) / len(pool)
+dropped groups in the batch's deviation | deviation of the batch + batch of groups
+    advantage: strict=True) if stay for score in pool] -> strict=True) for score in pool]
+sessions counted once a row | mean, session + mean, constant
+    batch: sessions if rows]
+    -> sessions for rows in [[row] for row in rows]]; sessions = [[row] for rows in sessions for
+    row in rows]
+rows counted once a session | mean, turn
+    batch: turns * n if aggregation == "turn" else ->
+a penalty above the length | long outputs
+    advantage: length - (config.overlong_length - buffer) -> length - config.overlong_length
+values need a gradient only where keys do | values of some layers
+    tree_attention: requires_grad_(one.requires -> requires_grad_(key.requires
+the merge doubles the scale | merged + published
+    lora: alpha=layer.scaling -> alpha=2 * layer.scaling
+engines get the base | published + complete
+    lora: if layer is not None and name.endswith(".weight"): -> if False:
+the merge is stale | recognised
+    lora: out.append(tensor)
+    -> out.append(model.__dict__.setdefault("known", {}).setdefault(name, tensor.clone()))
+alpha is ignored | merged
+    lora: lora_alpha=lora.alpha -> lora_alpha=lora.rank
+a base weight is trained | only the adapter
+    lora: generator = -> model.model.norm.weight.requires_grad_(True); generator =
+the adapter is not loaded | resumed
+    adapter_files: load_shards(folder, tensors, "the adapter") -> pass
+the adapter's prefix is missing | complete
+    adapter_files: _PREFIX + name -> name
+the adapter stays on | switched off
+    lora: layer.enable_adapters(False) -> pass
+"""
+"""A name, the laws that the error breaks, and below it an edit: the module, old and new text."""
+
+
+PLANTS = {
+    name: (" ".join(map(str.strip, edit.splitlines())), laws.split(" + "))
+    for name, laws, edit in re.findall(r"^(\S.*) \| (.*)\n((?:    .*\n)+)", PLANTED, re.M)
 }
 
 
@@ -348,13 +279,13 @@ def functions_of(owner: Any, module: str) -> Iterator[FunctionType]:
 def plant(edit: str, patch: pytest.MonkeyPatch) -> None:
     """Give the functions of a module of the trainer the code that they have after an edit."""
     place, _, change = edit.partition(": ")
-    old, arrow, new = change.partition(" -> ")
+    old, arrow, new = f"{change} ".replace("\\n", "\n").partition(" -> ")
     module = importlib.import_module(f"trainer.{place}")
     text = inspect.getsource(module)
     assert arrow and text.count(old) == 1, f"{place}.py has {text.count(old)} times {old!r}"
     codes = {
         code.co_qualname: code
-        for code in codes_of(compile(text.replace(old, new), str(module.__file__), "exec"))
+        for code in codes_of(compile(text.replace(old, new.strip()), str(module.__file__), "exec"))
     }
     for one in functions_of(module, module.__name__):
         code = codes.get(one.__code__.co_qualname)
@@ -371,13 +302,14 @@ def test_each_law_holds_while_no_error_is_planted(law: str) -> None:
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 @pytest.mark.parametrize("error", PLANTS)
 @pytest.mark.service
-def test_each_planted_error_breaks_its_law(
+def test_each_planted_error_breaks_its_laws(
     error: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    law, edit = PLANTS[error]
+    edit, laws = PLANTS[error]
     plant(edit, monkeypatch)
-    with pytest.raises(AssertionError):
-        if law in LAWS:
-            LAWS[law]()
-        else:
-            OF_ADAPTERS[law](tiny_model_dir, tmp_path)
+    for law in laws:
+        with pytest.raises(AssertionError):
+            if law in LAWS:
+                LAWS[law]()
+            else:
+                OF_ADAPTERS[law](tiny_model_dir, tmp_path / law)

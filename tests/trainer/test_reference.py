@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,10 @@ from trainer.world import leave
 CONFIG = PolicyConfig(lr=1e-2, threads=1)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    yield
-    leave()
-
-
-def logprobs(compute: ReferenceLogprobs, policy: Policy) -> list[Tensor]:
-    return compute(policy.runner.plan(random_rows(0, dtype=torch.float32), 30))
+def logprobs(policy: Policy, compute: ReferenceLogprobs | None = None) -> list[Tensor]:
+    """Those of the policy itself, or of what is given."""
+    passes = policy.runner.plan(random_rows(0, dtype=torch.float32), 30)
+    return (compute or policy.runner.logprobs)(passes)
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -50,19 +45,20 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_the_reference_stays_while_the_policy_moves(tiny_model_dir: Path) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     reference = frozen_logprobs(str(tiny_model_dir), policy)
-    before = logprobs(policy.runner.logprobs, policy)
-    assert equal(logprobs(reference, policy), before)
+    before = logprobs(policy)
+    assert equal(logprobs(policy, reference), before)
     policy.train(random_rows(1, dtype=torch.float32))
-    assert equal(logprobs(reference, policy), before)
-    assert not equal(logprobs(policy.runner.logprobs, policy), before)
+    assert equal(logprobs(policy, reference), before)
+    assert not equal(logprobs(policy), before)
 
 
-def test_the_reference_computes_in_the_precision_of_the_policy(
-    tiny_model_dir: Path, alone: None
-) -> None:
-    policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1, dtype=torch.bfloat16))
-    reference = frozen_logprobs(str(tiny_model_dir), policy)
-    assert equal(logprobs(reference, policy), logprobs(policy.runner.logprobs, policy))
+def test_the_reference_computes_in_the_precision_of_the_policy(tiny_model_dir: Path) -> None:
+    try:
+        policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1, dtype=torch.bfloat16))
+        reference = frozen_logprobs(str(tiny_model_dir), policy)
+        assert equal(logprobs(policy, reference), logprobs(policy))
+    finally:
+        leave()
 
 
 def test_the_reference_after_a_restart_is_the_model_of_the_beginning(
@@ -76,10 +72,8 @@ def test_the_reference_after_a_restart_is_the_model_of_the_beginning(
     policy = again.trainer.policy
     assert policy.steps == 2 and policy.reference is not None
     start = Policy.load(tiny_model_dir, CONFIG)
-    assert equal(logprobs(policy.reference, policy), logprobs(start.runner.logprobs, start))
-    assert not equal(
-        logprobs(policy.runner.logprobs, policy), logprobs(start.runner.logprobs, start)
-    )
+    assert equal(logprobs(policy, policy.reference), logprobs(start))
+    assert not equal(logprobs(policy), logprobs(start))
 
 
 def test_another_model_is_refused_by_name_at_the_start(
@@ -107,14 +101,14 @@ def test_the_base_of_an_adapter_is_the_policy_without_it(tiny_model_dir: Path) -
     load_reference(policy, str(tiny_model_dir))
     assert policy.reference is not None and not hasattr(policy.reference, "__self__")
     start = Policy.load(tiny_model_dir, CONFIG)
-    before = logprobs(start.runner.logprobs, start)
-    assert equal(logprobs(policy.reference, policy), before)
-    now = logprobs(policy.runner.logprobs, policy)
+    before = logprobs(start)
+    assert equal(logprobs(policy, policy.reference), before)
+    now = logprobs(policy)
     assert not equal(now, before)
     rows = random_rows(1, dtype=torch.float32)
     policy.train(rows, None, LossConfig(kl_coef=1.0), StepConfig(2))
-    assert equal(logprobs(policy.reference, policy), before)
-    assert not equal(logprobs(policy.runner.logprobs, policy), now)
+    assert equal(logprobs(policy, policy.reference), before)
+    assert not equal(logprobs(policy), now)
 
 
 def test_an_adapters_reference_may_be_another_model(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -124,8 +118,7 @@ def test_an_adapters_reference_may_be_another_model(tiny_model_dir: Path, tmp_pa
     policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
     load_reference(policy, str(tmp_path))
     assert policy.reference is not None
-    expected = logprobs(other.runner.logprobs, other)
-    assert equal(logprobs(policy.reference, policy), expected)
+    assert equal(logprobs(policy, policy.reference), logprobs(other))
 
 
 def test_a_reference_that_cannot_share_prefixes_makes_the_policy_share_none(tmp_path: Path) -> None:
@@ -136,9 +129,6 @@ def test_a_reference_that_cannot_share_prefixes_makes_the_policy_share_none(tmp_
     policy.reference = frozen_logprobs(str(tmp_path), policy)
     assert policy.runner.packing == "rows"
     policy.reference(policy.runner.plan(random_rows(0, dtype=torch.float32)))
-
-
-# -- over restarts ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -191,7 +181,7 @@ def test_a_newly_chosen_reference_is_used_for_later_steps_only(
             continue
         start = Policy.load(chosen, CONFIG)
         assert policy.reference is not None
-        assert equal(logprobs(policy.reference, policy), logprobs(start.runner.logprobs, start))
+        assert equal(logprobs(policy, policy.reference), logprobs(start))
 
 
 def test_an_earlier_reference_is_freed_before_another_is_loaded(

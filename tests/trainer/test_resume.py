@@ -27,7 +27,6 @@ from tests.support.trainer.loop import (
 )
 from trainer.batch import TrainingBatch
 from trainer.from_config import learning_rate
-from trainer.manifests import Manifest
 
 UPDATES = (
     *RUN,
@@ -150,9 +149,9 @@ def test_a_long_resume_does_not_keep_the_rows_of_all_its_steps(settings: list[st
     again = Lab(config, [], before=Lab(config, episodes()).die("step", 3))
     settle, kept = again.trainer.settle, []
 
-    def settled(batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
+    def settled(batch: TrainingBatch, *given: Any) -> None:
         kept.append(batch)
-        settle(batch, taken, step)
+        settle(batch, *given)
 
     again.trainer.settle = settled  # type: ignore[method-assign]
     assert again.trainer.train()

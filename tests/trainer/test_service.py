@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,31 +100,21 @@ def test_an_error_that_ends_the_service_reaches_the_trainer_once(
 ) -> None:
     error = StartupError("engine 0 ended 6 times")
     FakeNode.broken = {"check": error}
-    told: list[BaseException] = []
-    heard = threading.Event()
-
-    def failed(error: BaseException) -> None:
-        told.append(error)
-        heard.set()
-
-    service = LocalService(config, say=print, failed=failed)
+    told: Queue[BaseException] = Queue()
+    service = LocalService(config, say=print, failed=told.put)
     service.start()
-    assert heard.wait(LIMIT)
-    assert told == [error]
+    assert told.get(timeout=LIMIT) is error
     service.stop()
-    assert service.error is error
+    assert told.empty() and service.error is error
     assert node_of(service).ended == [StartupError]
 
 
 def test_a_start_that_fails_raises_its_error_and_can_be_stopped(config: Config) -> None:
     service = LocalService(config, say=print, failed=lambda error: pytest.fail(str(error)))
+    service.stop()  # one that was never started
     with fails_with(ConfigError, "model folder"):
         service.start()
     service.stop()
-
-
-def test_a_service_that_was_never_started_can_be_stopped(config: Config) -> None:
-    LocalService(config, say=print).stop()
 
 
 def test_a_start_that_is_given_up_leaves_no_service_behind(

@@ -34,6 +34,7 @@ MORE = {"role": "user", "content": "And 3 + 3?"}
 LAST = {"role": "assistant", "content": "6"}
 SETTINGS = ("train.lr=0.01", "train.device=cpu", "train.micro_batch_tokens=128")
 VOCABULARY = 300
+ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -82,34 +83,23 @@ def trained_texts(chat: ChatFormat, rows: list[Row]) -> list[str]:
     return [chat.decode(row["input_ids"][row["loss_mask"].bool()].tolist()[:-1]) for row in rows]
 
 
-def test_an_answer_of_weight_0_is_context_alone(chat: ChatFormat, tmp_path: Path) -> None:
+def test_answers_of_weight_0_and_an_assistant_that_opens_are_context(
+    chat: ChatFormat, tmp_path: Path
+) -> None:
     talk = [USER, ANSWER, MORE, LAST]
     off = [USER, ANSWER | {"weight": 0}, MORE | {"weight": 0}, LAST | {"weight": 1}]
-    data = write(tmp_path / "data", {"messages": talk}, {"messages": off})
-    whole, half = read_examples(str(data), chat, chat.vocab_size)
-    assert trained_texts(chat, whole.rows) == [ANSWER["content"], LAST["content"]]
+    greeting = {"role": "assistant", "content": "Hello"}
+    lines = [{"messages": messages} for messages in (talk, off, [greeting, *talk])]
+    whole, half, opened = read_examples(
+        str(write(tmp_path / "data", *lines)), chat, chat.vocab_size
+    )
+    for example in (whole, opened):
+        assert trained_texts(chat, example.rows) == [ANSWER["content"], LAST["content"]]
     (row,) = half.rows
     assert row["input_ids"].tolist() == whole.rows[1]["input_ids"].tolist()
     assert row["loss_mask"].tolist() == whole.rows[1]["loss_mask"].tolist()
-
-
-def test_an_assistant_that_opens_is_context(chat: ChatFormat, tmp_path: Path) -> None:
-    greeting = {"role": "assistant", "content": "Hello"}
-    data = write(tmp_path / "data", {"messages": [greeting, USER, ANSWER, MORE, LAST]})
-    (example,) = read_examples(str(data), chat, chat.vocab_size)
-    assert trained_texts(chat, example.rows) == [ANSWER["content"], LAST["content"]]
-    ids = example.rows[0]["input_ids"].tolist()
     prompt = chat.render([greeting, USER], None)
-    assert ids[: len(prompt)] == prompt
-
-
-def test_rows_that_are_given_as_tokens_stay_as_they_are(chat: ChatFormat, tmp_path: Path) -> None:
-    line = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1], "rewards": 1.5, "group_id": "g"}
-    (example,) = read_examples(str(write(tmp_path / "data", line)), chat, VOCABULARY)
-    assert (example.task, example.reward) == ("g", 1.5)
-    (row,) = example.rows
-    assert row["input_ids"].tolist() == line["input_ids"]
-    assert row["loss_mask"].tolist() == line["loss_mask"]
+    assert opened.rows[0]["input_ids"].tolist()[: len(prompt)] == prompt
 
 
 def test_fine_tuning_makes_the_trained_tokens_likelier_each_time_alike(
@@ -164,32 +154,25 @@ def test_the_held_out_lines_are_measured_and_not_trained_on(
     assert after < before
 
 
-def test_the_best_answers_of_each_task_are_chosen_by_reward(
-    chat: ChatFormat, tmp_path: Path
-) -> None:
-    row = {"input_ids": [5, 6], "loss_mask": [0, 1]}
-    rewards = {"a": [0.1, 0.9, 0.5], "b": [0.2, 0.2]}
-    lines = [row | {"reward": r, "task_id": t} for t, of in rewards.items() for r in of]
-    examples = read_examples(str(write(tmp_path / "data", *lines)), chat, VOCABULARY)
-    assert [e.reward for e in chosen(examples, min_reward=None, best=2)] == [0.9, 0.5, 0.2, 0.2]
-    assert [e.reward for e in chosen(examples, min_reward=0.5, best=1)] == [0.9]
-    assert chosen(examples, min_reward=None, best=None) == examples
-
-
-ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
-
-
 @pytest.mark.parametrize("key", ["task_id", "group_id"])
-def test_tasks_with_numbers_are_grouped_like_named_ones(
+def test_the_best_answers_of_each_task_are_chosen_by_reward(
     key: str, chat: ChatFormat, tmp_path: Path
 ) -> None:
-    lines: list[dict[str, Any]]
-    lines = [ROW | {key: task, "reward": r} for task in (0, 1, "a") for r in (0.5, 1.0)]
+    """Rows that are given as tokens stay as they are; tasks may have numbers."""
+    rewards = {"a": [0.1, 0.9, 0.5], 0: [0.2, 0.2], 1: [0.5]}
+    lines = [ROW | {key: t, "rewards": r} for t, of in rewards.items() for r in of]
     lines.append(ROW | {"group_id": "", "task_id": None, "reward": 0.25})
     examples = read_examples(str(write(tmp_path / "data", *lines)), chat, VOCABULARY)
-    assert [e.task for e in examples] == ["0", "0", "1", "1", "a", "a", None]
+    for example in examples:
+        (row,) = example.rows
+        assert {name: row[name].tolist() for name in ROW} == ROW
+    assert [e.task for e in examples] == ["a", "a", "a", "0", "0", "1", None]
     best = chosen(examples, min_reward=None, best=1)
-    assert [(e.task, e.reward) for e in best] == [("0", 1), ("1", 1), ("a", 1), (None, 0.25)]
+    assert [(e.task, e.reward) for e in best] == [("a", 0.9), ("0", 0.2), ("1", 0.5), (None, 0.25)]
+    two = chosen(examples, min_reward=None, best=2)
+    assert [e.reward for e in two] == [0.9, 0.5, 0.2, 0.2, 0.5, 0.25]
+    assert [e.reward for e in chosen(examples, min_reward=0.6, best=1)] == [0.9]
+    assert chosen(examples, min_reward=None, best=None) == examples
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"\xff\xfe{}", b"[" * 100_000, b'{"input_ids": [5', b"7"])

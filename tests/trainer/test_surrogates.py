@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,8 +28,7 @@ from trainer.loss import (
 )
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios, ``whole``
     is its row's product of ratios."""
 
@@ -133,7 +131,7 @@ def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Ten
     """The loss, its slopes by the log-probabilities, and those by the entropies; statistics."""
     columns = {
         name: torch.tensor([getattr(t, name) for t in tokens], dtype=torch.float64)
-        for name in Token.__dataclass_fields__
+        for name in Token._fields
     }
     now, entropies = columns["now"].requires_grad_(), columns["entropy"].requires_grad_()
     inputs = LossInputs(
@@ -261,21 +259,15 @@ def test_each_kl_estimate_has_the_mean_gradient_of_its_divergence() -> None:
 def test_gspo_and_its_token_form_agree_where_a_row_has_one_advantage() -> None:
     """The gradient of s_i A by the row's log-probabilities, for one row of five tokens."""
     g = torch.Generator().manual_seed(1)
-    now = -torch.rand(5, generator=g, dtype=torch.float64)
-    old = now + 0.02 * torch.randn(5, generator=g, dtype=torch.float64)
-    plain = now.clone().requires_grad_()
-    s = torch.exp((plain - old).mean())
-    (expected,) = torch.autograd.grad(-torch.min(s, s.clamp(0.9, 1.1)), plain)
-    lp = now.clone().requires_grad_()
-    inputs = LossInputs(
-        old,
-        torch.ones(5, dtype=torch.float64),
-        old,
-        sequence_log_ratio=(now - old).mean().expand(5),
-    )
+    now = (-torch.rand(5, generator=g, dtype=torch.float64)).requires_grad_()
+    old = now.detach() + 0.02 * torch.randn(5, generator=g, dtype=torch.float64)
+    s = torch.exp((now - old).mean())
+    (expected,) = torch.autograd.grad(-torch.min(s, s.clamp(0.9, 1.1)), now)
+    log_ratio = (now.detach() - old).mean().expand(5)
+    inputs = LossInputs(old, torch.ones_like(old), old, sequence_log_ratio=log_ratio)
     config = LossConfig("gspo", eps_low=0.1, eps_high=0.1, is_level="token")
-    loss, stats = LOSSES.find("gspo")(lp, inputs, total_tokens=5, config=config)
-    (got,) = torch.autograd.grad(loss, lp)
+    loss, stats = LOSSES.find("gspo")(now, inputs, total_tokens=5, config=config)
+    (got,) = torch.autograd.grad(loss, now)
     torch.testing.assert_close(got, expected, atol=1e-15, rtol=0)
     assert stats.means()["ratio"] == pytest.approx(float(s.detach()))
 

@@ -118,14 +118,6 @@ def test_all_terms_of_the_loss_equal_those_computed_by_rows(config: LossConfig) 
         assert_same(got, expected, atol=1e-10, rtol=1e-10)
 
 
-def test_entropies_have_a_gradient_only_where_the_loss_wants_it() -> None:
-    policy = small_policy()
-    work = policy.runner.plan(tree_rows(6), 10_000)
-    for wanted in (False, True):
-        (done,) = policy.runner.run(work, entropy_gradient=wanted)
-        assert done.entropies.requires_grad is wanted and done.logprobs.requires_grad
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.integers(1, 200), st.randoms())
 @pytest.mark.service
@@ -220,11 +212,11 @@ def test_passes_are_as_long_as_chosen_unless_a_budget_is_given() -> None:
 
 
 def refused(caplog: pytest.LogCaptureFixture, model: object) -> str:
+    """Why the model is computed by rows."""
     with caplog.at_level(logging.WARNING, "trainer.pass_runner"):
         policy = Policy(model)
     assert policy.runner.packing == "rows"
-    rows = tree_rows(5)
-    policy.train(rows, 40)
+    policy.train(tree_rows(5), 40)
     (record,) = caplog.records
     caplog.clear()
     return record.getMessage()
@@ -273,12 +265,6 @@ def test_the_probe_finds_what_no_setting_says(
     with monkeypatch.context() as patch:
         patch.setitem(modeling_qwen3.ALL_ATTENTION_FUNCTIONS, "any_agent_tree", bent)
         assert "hidden states" in refused(caplog, model)
-
-
-def test_passes_by_rows_can_be_chosen_instead_of_trees(caplog: pytest.LogCaptureFixture) -> None:
-    policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
-    assert policy.runner.packing == "rows" and not caplog.records
-    assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))
 
 
 @pytest.mark.parametrize("budget", [9, 10_000])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.support.errors import fails_with
-from tests.trainer.test_trie import ancestors, divided, members
+from tests.trainer.test_trie import ancestors, divided, line_of, members
 from trainer.flex_tree import TreeMask, tiles
 from trainer.tree_attention import TreeNotSupported, TreePass, tree_attention
 from trainer.trie import plan_passes
@@ -70,10 +70,7 @@ def by_passes(
     places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
     done: list[tuple[list[Tensor], TreePass, Tensor]] = []
     for number, one in enumerate(passes):
-        line, parent = [], one.parent
-        while parent >= 0:
-            line.insert(0, done[parent][1])
-            parent = passes[parent].parent
+        line = [done[k][1] for k in line_of(passes, number)]
         tree = TreePass(one.blocks, int(built.depths.max()), line, keeps=True)
         own = [t[places[number]].requires_grad_() for t in draw]
         done.append((own, tree, attend(tree, own)))
@@ -140,12 +137,10 @@ def test_a_tree_mask_is_the_dense_one(seed: int) -> None:
     expected = dense_attention(built, *draw).transpose(0, 1)
     places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
     for number, one in enumerate(passes):
-        line, parent = [], one.parent
-        while parent >= 0:
-            line.insert(0, parent)
-            parent = passes[parent].parent
         q, *own = (t[places[number]].transpose(0, 1)[None] for t in draw)
-        past = [t[places[k]].transpose(0, 1)[None] for k in line for t in draw[1:]]
+        past = [
+            t[places[k]].transpose(0, 1)[None] for k in line_of(passes, number) for t in draw[1:]
+        ]
         tree = TreeMask(one.blocks, q.shape[2], q.device)
         out = tree.attention(0.25, q, *own, *past)
         torch.testing.assert_close(out[0], expected[:, places[number]], atol=1e-12, rtol=0)

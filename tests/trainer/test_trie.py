@@ -82,6 +82,14 @@ def divided(rows: list[list[int]], budget: int) -> tuple[Trie, int]:
     return trie(rows, max(budget // 2, 1))[0], budget
 
 
+def line_of(passes: list[NodePass], number: int) -> list[int]:
+    """The passes that a pass descends from, the first one first."""
+    line: list[int] = []
+    while (number := passes[number].parent) >= 0:
+        line.insert(0, number)
+    return line
+
+
 def members(built: Trie, one: NodePass) -> list[int]:
     return [t for n in one.nodes for t in range(int(built.bounds[n]), int(built.bounds[n + 1]))]
 
@@ -89,10 +97,7 @@ def members(built: Trie, one: NodePass) -> list[int]:
 def attended(built: Trie, passes: list[NodePass], number: int) -> list[list[int]]:
     """The tokens that each token of a pass attends to, as its blocks say."""
     one = passes[number]
-    line, parent = [number], one.parent
-    while parent >= 0:
-        line.insert(0, parent)
-        parent = passes[parent].parent
+    line = line_of(passes, number)
     own = members(built, one)
     out: list[list[int]] = [[] for _ in own]
     for block in one.blocks:

@@ -14,7 +14,12 @@ from torch import Tensor
 
 import trainer.policy
 from tests.support.errors import fails_with
-from tests.support.trainer.policies import dense_logprobs, random_rows, small_policy
+from tests.support.trainer.policies import (
+    dense_entropies,
+    dense_logprobs,
+    random_rows,
+    small_policy,
+)
 from tests.support.trainer.trees import tree_rows
 from tests.support.trainer.updates import (
     SEQUENCE_LEVEL,
@@ -23,7 +28,6 @@ from tests.support.trainer.updates import (
     state_of,
 )
 from trainer.loss import LOSSES, LossConfig
-from trainer.policy import Policy
 from trainer.rows import Row, count_trained
 from trainer.updates import StepConfig, divide, with_high_entropies
 
@@ -34,9 +38,6 @@ def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, atol=atol, rtol=0)
-
-
-# -- the updates -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -102,7 +103,8 @@ def test_the_optimizer_uses_the_settings_of_the_step() -> None:
     """A gradient that is clipped to nearly nothing leaves moments of that size."""
     policy = small_policy()
     how = StepConfig(lr=1e-2, betas=(0.5, 0.75), weight_decay=0.25, grad_clip=1e-3)
-    policy.train(random_rows(0), None, None, how)
+    result = policy.train(random_rows(0), None, None, how)
+    assert result.grad_norm > 1e-3, "the norm before it is clipped"
     (group,) = policy.optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-2, (0.5, 0.75), 0.25)
     moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
@@ -110,16 +112,14 @@ def test_the_optimizer_uses_the_settings_of_the_step() -> None:
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_every_minibatch_needs_tokens() -> None:
+def test_a_step_without_what_it_needs_is_refused() -> None:
     policy = small_policy()
-    with fails_with(ValueError, "nothing"):
-        policy.train(random_rows(0), None, None, None, [[0, 1], []])
-    with fails_with(ValueError, "nothing"):
-        policy.train([])
+    for rows, parts in ((random_rows(0), [[0, 1], []]), ([], None)):
+        with fails_with(ValueError, "nothing"):
+            policy.train(rows, None, None, None, parts)
+    with fails_with(ValueError, "reference model"):
+        policy.train(random_rows(0), None, LossConfig(kl_coef=0.1))
     assert policy.steps == 0
-
-
-# -- what the loss is given ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["rows", "tree"])
@@ -152,26 +152,14 @@ def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
         policy.train(rows, budget, SEQUENCE_LEVEL, StepConfig(2), PARTS)
     assert len(found) == 4
     for number, (now, got) in enumerate(found):
-        part = PARTS[number % 2]
-        expected = torch.cat(
-            [
-                torch.stack(
-                    [
-                        now[k],
-                        before[k],
-                        frozen[k],
-                        (now[k] - before[k]).mean().expand_as(now[k]),
-                        mismatch[k].mean().expand_as(now[k]),
-                        # Each token's weight is that of the row, at most 5.
-                        ((now[k] - before[k]).sum() + len(now[k]) * capped(mismatch[k]))
-                        .clamp(max=20.0)
-                        .expand_as(now[k]),
-                    ],
-                    1,
-                )
-                for k in part
-            ]
-        )
+        rows_there = []
+        for k in PARTS[number % 2]:
+            drift, weight = now[k] - before[k], mismatch[k].mean()
+            # Each token's weight is that of the row, at most 5.
+            product = (drift.sum() + len(now[k]) * weight.clamp(max=math.log(5.0))).clamp(max=20.0)
+            of_row = (one.expand_as(now[k]) for one in (drift.mean(), weight, product))
+            rows_there.append(torch.stack([now[k], before[k], frozen[k], *of_row], 1))
+        expected = torch.cat(rows_there)
         ratio = got.get("sequence_log_ratio", torch.zeros_like(got["logprobs"]))
         assert ("sequence_log_ratio" in got) == (number > 0)
         names = ("logprobs", "proximal", "reference")
@@ -181,10 +169,6 @@ def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
     assert float(found[-1][1]["sequence_log_ratio"].abs().max()) > 1e-4
 
 
-def capped(log_weights: Tensor) -> Tensor:
-    return log_weights.mean().clamp(max=math.log(5.0))
-
-
 def sorted_rows(table: Tensor) -> Tensor:
     """Rows in a fixed order, whatever passes they came from."""
     return table[sorted(range(len(table)), key=lambda k: table[k].round(decimals=7).tolist())]
@@ -192,36 +176,25 @@ def sorted_rows(table: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("budget", [9, 10_000])
 def test_only_the_tokens_of_the_highest_entropies_are_trained_on(budget: int) -> None:
-    """By the entropies of all tokens of the minibatch, wherever they are computed."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
         patch.setattr(LOSSES, "find", lambda name: recorder)
         policy = small_policy()
         rows = tree_rows(0)[:7]
-        pairs = torch.cat([logprobs_and_entropies(policy, row) for row in rows])
+        with torch.no_grad():
+            logprobs, entropies = (
+                torch.cat([of(policy.model, row) for row in rows])
+                for of in (dense_logprobs, dense_entropies)
+            )
         policy.train(rows, budget, LossConfig("sapo", top_entropy=0.3, is_level="sequence"))
         calls = recorder.calls
         found = [torch.cat([c[name] for c in calls]) for name in ("logprobs", "high_entropy")]
     # In one update pi_prox is the policy itself, and needs no values of its own.
     assert all("sequence_log_weight" in call and "proximal" not in call for call in calls)
-    least = pairs[:, 1].quantile(0.7) - 1e-9
-    expected = torch.stack([pairs[:, 0], (pairs[:, 1] >= least).double()], 1)
+    chosen = entropies >= entropies.quantile(0.7) - 1e-9
+    expected = torch.stack([logprobs, chosen.double()], 1)
     assert 0.25 < float(expected[:, 1].mean()) < 0.4
     assert_close([sorted_rows(torch.stack(found, 1))], [sorted_rows(expected)], 1e-9)
-
-
-@torch.no_grad()
-def logprobs_and_entropies(policy: Policy, row: Row) -> Tensor:
-    """Both of a row's trained tokens, on full logits, [tokens, 2]."""
-    logits = policy.model(input_ids=row["input_ids"].long()[None], use_cache=False).logits[0]
-    table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
-    before = table[row["loss_mask"].nonzero()[:, 0] - 1]
-    return torch.stack([dense_logprobs(policy.model, row), -(before.exp() * before).sum(-1)], 1)
-
-
-def test_a_kl_term_without_its_model_is_an_error() -> None:
-    with fails_with(ValueError, "reference model"):
-        small_policy().train(random_rows(0), None, LossConfig(kl_coef=0.1))
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 0.95), st.sampled_from(["float32", "float64"]))
@@ -243,9 +216,6 @@ def test_tokens_of_the_same_entropy_are_chosen_together(seed: int, share: float,
         assert len(chosen[0][exact == value].unique()) == 1
 
 
-# -- what is not finite ----------------------------------------------------------------------------
-
-
 def test_an_update_that_is_not_finite_undoes_the_step() -> None:
     policy = small_policy(lr=1e-3)
     bad = random_rows(8, 7)
@@ -260,20 +230,6 @@ def test_an_update_that_is_not_finite_undoes_the_step() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert all(p.grad is None for p in policy.model.parameters())
         policy.train(random_rows(9, 7), 30, None, StepConfig(2), PARTS)
-
-
-def test_a_step_after_an_undone_one_is_as_if_that_had_not_been() -> None:
-    one, other = (small_policy(lr=1e-3, dtype=torch.float32) for _ in range(2))
-    good = random_rows(9, 7, dtype=torch.float32)
-    bad = random_rows(8, 7, dtype=torch.float32)
-    bad[1]["logprobs"] = bad[1]["logprobs"] * float("inf")
-    one.train(good, 30, None, StepConfig(2), PARTS)
-    with pytest.raises(FloatingPointError):
-        one.train(bad, 30, None, StepConfig(2), PARTS)
-    one.train(good, 30, None, StepConfig(2), PARTS)
-    for _ in range(2):
-        other.train(good, 30, None, StepConfig(2), PARTS)
-    assert all(torch.equal(a, b) for a, b in zip(state_of(one), state_of(other), strict=True))
 
 
 def test_other_errors_undo_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +247,6 @@ def test_other_errors_undo_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(torch.OutOfMemoryError):
         policy.train(random_rows(0, 7), 30, None, None, PARTS)
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
-
-
-# -- the division ----------------------------------------------------------------------------------
 
 
 def owned(shape: list[list[int]]) -> tuple[list[Row], list[tuple[int, str]]]:

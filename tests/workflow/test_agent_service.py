@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.runtime import worker_pool as workers
 from any_agent.types import SessionState
 from any_agent.workflow import AgentService, OpenAIProxyWorkflow, context
@@ -34,32 +33,27 @@ def _processes() -> Iterator[None]:
 
 async def episode(
     agent: Any, proxy: Proxy, limit: float = 60.0, mode: Any = "subproc", **data: Any
-) -> dict[str, InteractionWithTokenLogpReward] | None:
+) -> dict[str, float | None]:
+    """The rewards of its interactions."""
     service = AgentService(proxy.url, ADMIN, mode, max_workers=2, timeout=limit)
     with context.use(WorkflowContext(task_id="t")):
         workflow = OpenAIProxyWorkflow.of(agent, service)
-        return await workflow.arun_episode(None, {"messages": HELLO, **data})
+        result = await workflow.arun_episode(None, {"messages": HELLO, **data})
+    return {id: one.reward for id, one in (result or {}).items()}
 
 
 async def test_agents_that_block_run_side_by_side_in_sessions_of_their_own(proxy: Proxy) -> None:
     before = dict(os.environ)
     results = await asyncio.gather(*(episode(MySyncAgent(), proxy) for _ in range(3)))
-    for result in results:
-        assert result is not None
-        assert [i.reward for i in result.values()] == [0.5]
-    assert len({id for result in results for id in result or ()}) == 3, "each its own session"
+    assert [[*rewards.values()] for rewards in results] == [[0.5]] * 3
+    assert len({id for rewards in results for id in rewards}) == 3, "each its own session"
     assert dict(os.environ) == before
-    plain = await episode(Plain(), proxy)
-    assert plain is not None
-    assert [i.reward for i in plain.values()] == [1.0]
 
 
 async def test_an_agent_that_is_no_coroutine_runs_in_a_process_by_itself(
     proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = await episode(Plain(), proxy, mode="auto")
-    assert plain is not None
-    assert [i.reward for i in plain.values()] == [1.0]
+    assert [*(await episode(Plain(), proxy, mode="auto")).values()] == [1.0]
     assert "Plain.run is no coroutine function: it runs in processes from now on" in caplog.text
 
 
@@ -104,11 +98,9 @@ async def test_an_agent_that_fails_costs_its_own_episode_alone(
         episode(MySyncAgent(), proxy),
         return_exceptions=True,
     )
-    assert isinstance(bad, AgentFailed)
-    assert bad.code == code
-    assert said in bad.message
-    assert isinstance(good, dict)
-    assert [i.reward for i in good.values()] == [0.5]
+    assert isinstance(bad, AgentFailed) and isinstance(good, dict)
+    assert bad.code == code and said in bad.message
+    assert [*good.values()] == [0.5]
     states = [(await proxy.service.journal.session(f"t-0-{k}")) for k in range(2)]
     assert sorted(row.state for row in states if row) == ["aborted", "trained"]
 
@@ -136,23 +128,20 @@ async def test_no_session_waits_for_a_worker(proxy: Proxy) -> None:
     assert all(await running)
 
 
-class Locked:
+class Locked(MyAgent):
     def __init__(self) -> None:
         self.settings = {"lock": threading.Lock()}
 
-    async def run(self, data: Any, **extra_kwargs: Any) -> float:
-        return 1.0
 
-
-def test_an_agent_that_cannot_be_sent_is_refused_at_once() -> None:
-    with fails_with(ConfigError, "Locked.settings['lock']"):
-        OpenAIProxyWorkflow(agent=Locked(), proxy_addr="http://x", mode="subproc")
-
+async def test_an_agent_or_an_item_that_cannot_be_sent_is_refused_at_once(proxy: Proxy) -> None:
     class Local(MyAgent):
         pass
 
-    with fails_with(ConfigError, "Local"):
-        OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x", mode="subproc")
+    for agent, named in ((Locked(), "Locked.settings['lock']"), (Local(), "Local")):
+        with fails_with(ConfigError, named):
+            OpenAIProxyWorkflow(agent=agent, proxy_addr="http://x", mode="subproc")
+    with fails_with(ConfigError, "['of']", "lock"):
+        await episode(MySyncAgent(), proxy, of=threading.Lock())
 
 
 async def test_an_agent_that_needs_a_process_and_cannot_be_sent_is_refused(proxy: Proxy) -> None:
@@ -174,8 +163,3 @@ async def test_an_agent_that_needs_a_process_and_cannot_be_sent_is_refused(proxy
 
     with fails_with(ConfigError, "Sync.run"):
         OpenAIProxyWorkflow(agent=Sync(), proxy_addr="http://x")
-
-
-async def test_an_item_that_cannot_be_sent_is_refused_with_its_field(proxy: Proxy) -> None:
-    with fails_with(ConfigError, "['of']", "lock"):
-        await episode(MySyncAgent(), proxy, of=threading.Lock())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from any_agent import workflow_context
 
@@ -38,21 +39,20 @@ async def test_a_context_can_be_set_for_the_rest_of_a_task() -> None:
 
 
 async def test_http_clients_are_shared_until_they_are_closed() -> None:
-    client = await workflow_context.get_httpx_client()
-    session = await workflow_context.get_aiohttp_session()
-    assert await workflow_context.get_httpx_client() is client
-    assert await workflow_context.get_aiohttp_session() is session
+    async def clients() -> tuple[Any, Any]:
+        http = await workflow_context.get_httpx_client()
+        return http, await workflow_context.get_aiohttp_session()
+
+    client, session = await clients()
+    assert await clients() == (client, session)
     await workflow_context.close_clients()
     assert client.is_closed and session.closed
-    assert await workflow_context.get_httpx_client() is not client
-    assert await workflow_context.get_aiohttp_session() is not session
-    await workflow_context.close_clients()
-    await workflow_context.close_clients()
-
-
-async def test_a_client_that_was_closed_by_mistake_is_replaced() -> None:
-    (await workflow_context.get_aiohttp_session()).detach()
-    await (await workflow_context.get_httpx_client()).aclose()
-    assert not (await workflow_context.get_aiohttp_session()).closed
-    assert not (await workflow_context.get_httpx_client()).is_closed
-    await workflow_context.close_clients()
+    again, other = await clients()
+    assert again is not client and other is not session
+    # One that was closed by mistake is replaced.
+    await again.aclose()
+    other.detach()
+    client, session = await clients()
+    assert not client.is_closed and not session.closed
+    for _ in range(2):
+        await workflow_context.close_clients()

@@ -45,7 +45,7 @@ class Counted(RolloutWorkflow):
 
 async def run(answer: Callable[[int], Any], size: int = 4) -> Any:
     workflow = Counted(answer, size)
-    return await GroupedRolloutWorkflow(workflow, size).arun_episode(None, {})  # type: ignore[arg-type]
+    return await GroupedRolloutWorkflow(workflow, size).arun_episode(None, {})
 
 
 def exported(id: str) -> dict[str, InteractionWithTokenLogpReward]:
@@ -81,7 +81,7 @@ async def test_a_failed_run_costs_itself_alone() -> None:
         await run(lambda k: ValueError(f"broken {k}") if k else None)
     results = [failure, None, tensors([1, 2, 3])]
     group = GroupedRolloutWorkflow(Counted(lambda k: results[k], 3), 3)
-    assert await group.arun_members(None, {}) == results  # type: ignore[arg-type]
+    assert await group.arun_members(None, {}) == results
 
 
 async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
@@ -93,14 +93,14 @@ async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
     assert (await run(answer))["input_ids"].shape == (3, 3)
     group = GroupedRolloutWorkflow(Counted(lambda _: exit(3), 1), 1)
     with fails_with(RuntimeError, "SystemExit"):
-        await group.arun_episode(None, {})  # type: ignore[arg-type]
+        await group.arun_episode(None, {})
 
 
 async def test_cancelling_a_group_cancels_all_its_runs() -> None:
     workflow = Counted(lambda _: None, 4)
     workflow.meet = asyncio.Barrier(5)
     group = GroupedRolloutWorkflow(workflow, 4)
-    task = asyncio.create_task(group.arun_episode(None, {}))  # type: ignore[arg-type]
+    task = asyncio.create_task(group.arun_episode(None, {}))
     async with asyncio.timeout(60):
         await workflow.all_started.wait()
     task.cancel()
@@ -120,10 +120,10 @@ async def test_each_run_has_its_own_data_and_the_episodes_context() -> None:
             return None
 
     with workflow_context.use(workflow_context.WorkflowContext(task_id=7)):
-        await GroupedRolloutWorkflow(Changing(), 3).arun_episode(None, {})  # type: ignore[arg-type]
+        await GroupedRolloutWorkflow(Changing(), 3).arun_episode(None, {})
 
 
 def test_a_size_that_is_none_is_refused() -> None:
     for size in (0, -1, 1.5):
         with fails_with(ValueError, "group_size"):
-            GroupedRolloutWorkflow(Counted(lambda _: None, 1), size)  # type: ignore[arg-type]
+            GroupedRolloutWorkflow(Counted(lambda _: None, 1), size)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -63,10 +64,19 @@ async def episode(
         return await workflow_of(agent, proxy, **how).arun_episode(None, data)
 
 
-async def state_of(proxy: Proxy, session_id: str) -> tuple[SessionState, str | None]:
+async def rewards_of(agent: Any, proxy: Proxy, data: Any = ITEM, **how: Any) -> list[float | None]:
+    """Those of an episode's interactions."""
+    return [i.reward for i in (await episode(agent, proxy, data, **how) or {}).values()]
+
+
+async def state_of(proxy: Proxy, session_id: str = "7-0-0") -> tuple[SessionState, str | None]:
     row = await proxy.service.journal.session(session_id)
     assert row is not None
     return row.state, row.reason
+
+
+async def aborted(proxy: Proxy) -> bool:
+    return (await state_of(proxy))[0] is SessionState.ABORTED
 
 
 async def test_an_episode_is_what_the_engine_sampled(
@@ -91,15 +101,11 @@ async def test_an_episode_is_what_the_engine_sampled(
 
 async def test_an_agent_can_reward_each_completion_by_its_id(proxy: Proxy) -> None:
     agent = MyAgent(turns=2, reward=lambda all: {all[0].id: 0.5, all[1].id: np.float32(1)})
-    result = await episode(agent, proxy, discount=0.9)
-    assert result is not None
-    assert [i.reward for i in result.values()] == pytest.approx([0.5 + 0.9, 1.0])
+    assert await rewards_of(agent, proxy, discount=0.9) == pytest.approx([0.5 + 0.9, 1.0])
 
 
 async def test_rewards_that_the_agent_has_set_itself_are_kept(proxy: Proxy) -> None:
-    result = await episode(RewardsItself(), proxy)
-    assert result is not None
-    assert [i.reward for i in result.values()] == [0.25]
+    assert await rewards_of(RewardsItself(), proxy) == [0.25]
 
 
 @pytest.mark.parametrize("theirs", [None, "sk-of-another-provider"])
@@ -112,9 +118,7 @@ async def test_an_agent_needs_no_key(
     monkeypatch.setenv("OPENAI_API_KEY", theirs or "")
     agent = Keyless()
     with caplog.at_level(logging.DEBUG):
-        result = await episode(agent, proxy)
-    assert result is not None
-    assert [i.reward for i in result.values()] == [1.0]
+        assert await rewards_of(agent, proxy) == [1.0]
     assert os.environ["OPENAI_API_KEY"] == (theirs or PLACEHOLDER_KEY)
     key = agent.url.removesuffix("/v1").rpartition("/")[2]
     assert agent.url == f"{proxy.url}/{key}/v1"
@@ -175,7 +179,7 @@ async def test_no_error_of_ours_shows_the_key(proxy: Proxy, patient: bool) -> No
     agent = Shows(patient)
     with pytest.raises((httpx.HTTPStatusError, aiohttp.ClientResponseError)) as raised:
         await episode(agent, proxy)
-    _, reason = await state_of(proxy, "7-0-0")
+    _, reason = await state_of(proxy)
     assert "404" in (reason or "")
     key = agent.url.removesuffix("/v1").rpartition("/")[2]
     shown = [reason or "", format_error(raised.value), *([str(raised.value)] if patient else [])]
@@ -239,20 +243,17 @@ async def test_an_evaluation_needs_no_grant_and_is_sampled_as_it_asks(
     proxy: Proxy, scripted: ScriptedEngine
 ) -> None:
     agent = MyAgent(temperature=0.25, reward=0.75)
-    result = await episode(agent, proxy, is_eval=True)
-    assert result is not None
-    assert [i.reward for i in result.values()] == [0.75]
+    assert await rewards_of(agent, proxy, is_eval=True) == [0.75]
     assert scripted.requests[-1]["sampling_params"]["temperature"] == 0.25
     (session,) = [line async for line in proxy.client.sessions()]
     assert (session.mode, session.state) == ("eval", "evaluated")
-    trained = await episode(agent, proxy)
-    assert trained is not None
+    assert await rewards_of(agent, proxy)
     assert scripted.requests[-1]["sampling_params"]["temperature"] == 1.0
 
 
 async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
     assert await episode(Skips(), proxy) is None
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    assert await aborted(proxy)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
 async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str) -> None:
     with fails_with(AgentFailed, f"{type(agent).__name__}", code=code):
         await episode(agent, proxy)
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    assert await aborted(proxy)
 
 
 class ReadsEnvironment:
@@ -295,7 +296,7 @@ async def test_a_call_to_the_url_of_the_environment_is_refused_at_once(
         await episode(ReadsEnvironment(), proxy)
     note = format_error(raised.value)
     assert "rollout.agent.mode=subproc" in note and "OPENAI_BASE_URL" in note
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    assert await aborted(proxy)
     # It is no service of anybody's.
     with pytest.raises(ConfigError):
         find_service(environ={"OPENAI_BASE_URL": os.environ["OPENAI_BASE_URL"]})
@@ -309,19 +310,6 @@ async def test_a_url_or_a_key_of_the_environment_stays(
         monkeypatch.setenv("OPENAI_API_KEY", key)
         await episode(MyAgent(), proxy)
         assert os.environ["OPENAI_BASE_URL"] == url
-
-
-class Breaks:
-    """Fails for a reason of its own, before any call."""
-
-    async def run(self, data: Any, base_url: str = "") -> float:
-        return 1 / 0
-
-
-async def test_what_is_raised_before_any_call_has_no_note_about_calls(proxy: Proxy) -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
-        await episode(Breaks(), proxy)
-    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
 
 
 async def test_an_agent_that_holds_the_loop_is_named_once(
@@ -361,7 +349,7 @@ async def test_a_hanging_agent_is_cancelled_and_its_session_aborted(proxy: Proxy
     with fails_with(AgentFailed, "0.05 s", "rollout.agent.timeout", code="agent_timeout"):
         await episode(agent, proxy, timeout=0.05)
     assert agent.cancelled == 1
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    assert await aborted(proxy)
 
 
 async def test_an_agent_that_will_not_end_holds_up_nobody(
@@ -372,7 +360,7 @@ async def test_an_agent_that_will_not_end_holds_up_nobody(
     with fails_with(AgentFailed, code="agent_timeout"):
         await episode(agent, proxy, timeout=0.05)
     assert "Stubborn did not end after it was cancelled" in caplog.text
-    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    assert await aborted(proxy)
     agent.free.set()
 
 
@@ -386,10 +374,7 @@ async def test_cancelling_an_episode_ends_its_session_and_its_call(
     await asyncio.wait([task])
     assert task.cancelled()
 
-    async def ended() -> bool:
-        return (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
-
-    await until(ended)
+    await until(lambda: aborted(proxy))
     await until(lambda: not scripted.running)
 
 
@@ -400,14 +385,18 @@ async def test_a_service_that_is_not_there_is_an_error_of_unavailability() -> No
     await context.close_clients()
 
 
-class Synchronous:
-    def run(self, data: Any, **extra_kwargs: Any) -> float:
-        return 1.0
+async def breaks(data: Any, base_url: str = "") -> float:
+    return 1 / 0
 
 
-class Deaf:
-    async def run(self, data: Any) -> float:
-        return 1.0
+async def deaf(data: Any) -> float:
+    return 1.0
+
+
+async def test_what_is_raised_before_any_call_has_no_note_about_calls(proxy: Proxy) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        await episode(SimpleNamespace(run=breaks), proxy)
+    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(
@@ -415,8 +404,8 @@ class Deaf:
     [
         (object(), "inline", "run"),
         (MyAgent, "inline", "instance"),
-        (Synchronous(), "inline", "async def run"),
-        (Deaf(), "inline", "base_url"),
+        (SimpleNamespace(run=lambda data, **extra_kwargs: 1.0), "inline", "async def run"),
+        (SimpleNamespace(run=deaf), "inline", "base_url"),
         (MyAgent(), "online", "auto, inline or subproc"),
     ],
 )

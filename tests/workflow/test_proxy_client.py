@@ -11,15 +11,20 @@ import aiohttp.web
 import pytest
 
 from any_agent import errors
+from any_agent.auth.access import run_dir_of, signer_of
+from any_agent.client.rl_client import RLClient
+from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import Heartbeat
 from any_agent.types import SessionState
-from any_agent.workflow import OpenAIProxyClient
+from any_agent.workflow import AgentService, OpenAIProxyClient, OpenAIProxyWorkflow, context
 from any_agent.workflow import proxy_client as module
+from any_agent.workflow.context import WorkflowContext
 from proxy_ext.sessions.session import RecordedSession
 from tests.support.areal_client import ArealClient
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.workflow.agents import HELLO, MyAgent
 from tests.workflow.conftest import ADMIN, Serve
 
 
@@ -33,8 +38,8 @@ def client_of(http: aiohttp.ClientSession, proxy: Proxy, **how: Any) -> OpenAIPr
     return OpenAIProxyClient(http, f"{proxy.url}/v1/", "task", ADMIN, **how)
 
 
-async def state(proxy: Proxy, id: str = "task-0-0") -> SessionState:
-    row = await proxy.service.journal.session(id)
+async def state_of(proxy: Proxy, session_id: str = "task-0-0") -> SessionState:
+    row = await proxy.service.journal.session(session_id)
     assert row is not None
     return row.state
 
@@ -106,7 +111,7 @@ async def test_an_error_inside_a_session_aborts_the_session(
         async with client:
             await proxy.complete(client.session_api_key)
             raise RuntimeError("the reward could not be had")
-    assert await state(proxy) is SessionState.ABORTED
+    assert await state_of(proxy) is SessionState.ABORTED
     with pytest.raises(errors.AnyAgentError):
         await client.export_interactions()
 
@@ -129,7 +134,7 @@ async def test_a_session_sends_heartbeats_while_its_agent_is_busy(
         await until(lambda: len(beats) > 1)
         await proxy.complete(client.session_api_key)
         await client.set_last_reward(1.0)
-    assert await state(proxy) is SessionState.FINALIZED
+    assert await state_of(proxy) is SessionState.FINALIZED
 
 
 class Flaky:
@@ -186,3 +191,85 @@ async def test_a_service_that_stays_away_or_refuses_the_key_is_an_error(
     async with asyncio.timeout(60):
         with pytest.raises(errors.Unauthenticated):
             await OpenAIProxyClient(http, proxy.url, "task", "sk-wrong").grant_capacity()
+
+
+async def opened(proxy: Proxy, key: str, task: str, *, ended: bool) -> str:
+    """A session of an agent whose script does nothing more with it."""
+    http = await context.get_aiohttp_session()
+    client = OpenAIProxyClient(http, proxy.url, task, key)
+    await client.grant_capacity()
+    await client.__aenter__()
+    await proxy.complete(client.session_api_key)
+    if ended:
+        await client.set_last_reward(1.0)
+        await client.__aexit__(None, None, None)
+    assert client.session_id is not None
+    return client.session_id
+
+
+async def test_the_next_start_ends_what_the_last_one_left(proxy: Proxy) -> None:
+    key = signer_of(run_dir_of(proxy.service.config)).run_key
+
+    async def begun(key: str) -> int:
+        """The status of an opening that takes a grant."""
+        asked = {"task_id": "outside", "rewards": "agent"}
+        return (await proxy.post("/rl/start_session", asked, key)).status_code
+
+    http = await context.get_aiohttp_session()
+    runs = await opened(proxy, key, "runs", ended=False)
+    over = await opened(proxy, key, "over", ended=True)
+    persons = await opened(proxy, ADMIN, "persons", ended=True)
+    for _ in range(3):
+        await OpenAIProxyClient(http, proxy.url, "unused", key).grant_capacity()
+    await OpenAIProxyClient(http, proxy.url, "unused", ADMIN).grant_capacity()
+
+    # Agents outside get no grant of the trainer's: nobody would train on what they do on it.
+    assert await begun(ADMIN) == 200
+    assert await begun(ADMIN) == 429
+
+    for epoch in (1, 2, 2):
+        async with RLClient(proxy.url, admin_key=key, epoch=epoch) as trainer:
+            await trainer.set_capacity(limit=0, ttl=60, owner="new", held=[])
+        if epoch == 1:
+            assert await state_of(proxy, runs) is SessionState.ABORTED
+            assert await state_of(proxy, over) is SessionState.REJECTED
+            assert await state_of(proxy, persons) is SessionState.FINALIZED, "it is exported later"
+            assert proxy.service.sessions.run_grants.left == 0
+            assert await begun(key) == 429
+            later = await opened(proxy, key, "later", ended=True)
+        if epoch == 2:
+            assert await state_of(proxy, later) is SessionState.REJECTED
+    assert (await proxy.capacity())["reserved"] == 0
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Raises:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await MyAgent().run(data, **extra_kwargs)
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("\ud800 half a character\0"), Odd()])
+async def test_whatever_an_agent_raises_its_session_is_aborted(
+    proxy: Proxy, error: Exception
+) -> None:
+    workflow = OpenAIProxyWorkflow.of(Raises(error), AgentService(proxy.url, ADMIN))
+    with context.use(WorkflowContext(task_id=7)), pytest.raises(type(error)):
+        await workflow.arun_episode(None, {"messages": HELLO})
+    assert await state_of(proxy, "7-0-0") is SessionState.ABORTED
+
+
+async def test_what_cannot_be_exported_is_not_kept(proxy: Proxy) -> None:
+    service = AgentService(proxy.url, lambda: ADMIN, export_style="none such")  # type: ignore[arg-type]
+    assert ADMIN not in repr(AgentService(proxy.url, ADMIN))
+    workflow = OpenAIProxyWorkflow.of(MyAgent(), service)
+    with context.use(WorkflowContext(task_id=7)), fails_with(AnyAgentError, param="style"):
+        await workflow.arun_episode(None, {"messages": HELLO})
+    assert await state_of(proxy, "7-0-0") is SessionState.REJECTED

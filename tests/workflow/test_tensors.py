@@ -115,25 +115,27 @@ def test_an_error_names_the_field_and_the_fix(field: str, value: Any, says: str)
         checked_tensors(tensors([1, 2, 3], **{field: value}))
 
 
-def test_a_loss_on_padding_is_refused() -> None:
+def test_a_loss_on_padding_or_newer_weights_than_exist_are_refused() -> None:
     given = tensors([1, 2, 3, 4], [1, 2, 3])
+    assert len(rows_of(given, newest=3)) == 2
+    given["versions"][1, 2] = 9
+    with fails_with(InvalidTrajectory, "has 9", "newest weights are 3", param="versions"):
+        rows_of(given, newest=3)
+    # What is not trained on may say what it likes.
+    given["loss_mask"][1] = 0
+    assert len(rows_of(given, newest=3)) == 2
     given["loss_mask"][1, 3] = 1
     with fails_with(InvalidTrajectory, "row 1, position 3"):
         checked_tensors(given)
 
 
-@pytest.mark.parametrize(
-    "result", [1.0, "text", [1], {"c": 1, **exported("individual")}, (1, 2), object()]
-)
-def test_anything_else_than_the_documented_forms_is_refused(result: Any) -> None:
-    with fails_with(InvalidTrajectory, "dictionary of tensors"):
-        kind_of(result)
-
-
-@pytest.mark.parametrize("result", [{}, [], [Trajectory("s", "g", [])]])
-def test_an_episode_without_any_call_is_told_how_to_reject(result: Any) -> None:
-    with fails_with(InvalidTrajectory, "no model call"):
-        tensors_of(result)
+def test_anything_else_than_the_documented_forms_is_refused() -> None:
+    for result in (1.0, "text", [1], {"c": 1, **exported("individual")}, (1, 2), object()):
+        with fails_with(InvalidTrajectory, "dictionary of tensors"):
+            kind_of(result)
+    for empty in ({}, [], [Trajectory("s", "g", [])]):
+        with fails_with(InvalidTrajectory, "no model call"):
+            tensors_of(empty)
 
 
 def test_rows_of_an_episode_have_no_padding() -> None:
@@ -154,20 +156,15 @@ def test_rows_of_an_episode_have_no_padding() -> None:
     assert temperature == 2.0
 
 
-def test_interactions_are_rows_with_what_ran_back() -> None:
+def test_interactions_and_trajectories_are_rows_with_what_ran_back() -> None:
     rows = rows_of(exported("individual"), discount=0.1)
     assert [row["input_ids"].tolist() for row, _ in rows] == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
     assert [row["loss_mask"].tolist() for row, _ in rows] == [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
     # Their own discount applied; the one given here is for trajectories.
-    assert [float(row["rewards"]) for row, _ in rows] == [0.5, 1.0]
-    assert [t for _, t in rows] == [0.7, 0.7]
+    assert [(float(row["rewards"]), t) for row, t in rows] == [(0.5, 0.7), (1.0, 0.7)]
     ((row, _),) = rows_of(exported("concat"))
     assert row["loss_mask"].tolist() == [0, 0, 1, 1, 0, 1]
-
-
-def test_trajectories_are_rows_whose_rewards_run_back_here() -> None:
-    episode = [Trajectory("s", "g", conversation())]
-    rows = rows_of(episode, discount=0.9)
+    rows = rows_of([Trajectory("s", "g", conversation())], discount=0.9)
     assert [float(row["rewards"]) for row, _ in rows] == pytest.approx([0.9, 1.0])
     assert [t for _, t in rows] == [0.7, 0.7]
 
@@ -182,15 +179,12 @@ def test_a_wrong_reward_names_its_interaction() -> None:
         rows_of(episode)
 
 
-def test_a_trained_token_of_newer_weights_than_exist_is_refused() -> None:
-    given = tensors([1, 2, 3, 4], [1, 2, 3])
-    assert len(rows_of(given, newest=3)) == 2
-    given["versions"][1, 2] = 9
-    with fails_with(InvalidTrajectory, "has 9", "newest weights are 3", param="versions"):
-        rows_of(given, newest=3)
-    # What is not trained on may say what it likes.
-    given["loss_mask"][1] = 0
-    assert len(rows_of(given, newest=3)) == 2
+def test_a_reward_that_was_changed_after_the_export_is_the_one_trained_on() -> None:
+    exported = {name: value[0] for name, value in tensors([1, 2, 3], reward=1.0).items()}
+    one = InteractionWithTokenLogpReward.from_tensors("c", exported)
+    one.reward = 0.25
+    ((row, _),) = rows_of({"c": one})
+    assert (float(row["rewards"]), float(one.to_tensor_dict()["rewards"])) == (0.25, 0.25)
 
 
 def test_batches_are_concatenated_and_padded() -> None:
@@ -203,12 +197,9 @@ def test_batches_are_concatenated_and_padded() -> None:
     assert both["extra"].shape == (3, 5, 2)
     assert {n: v.dtype for n, v in both.items()} == {n: v.dtype for n, v in one.items()}
     checked_tensors(both)
-
-
-def test_batches_of_other_fields_do_not_go_together() -> None:
+    assert concat_padded_tensors([]) == {}
     with fails_with(InvalidTrajectory, param="mine"):
         concat_padded_tensors([tensors([1, 2, 3]), tensors([1, 2, 3], mine=torch.ones(1))])
-    assert concat_padded_tensors([]) == {}
 
 
 SHAPES = st.sampled_from([(), (1,), (2,), (1, 3), (2, 3), (3, 2), (1, 3, 1), (0, 3), (2, 0)])
@@ -256,12 +247,8 @@ def test_whatever_is_returned_is_refused_by_name_or_can_be_trained_on(result: An
 
 
 def test_the_example_of_areals_documents_passes() -> None:
-    example = {
-        "input_ids": torch.tensor([[1, 2, 3, 4, 5]], dtype=torch.int32),
-        "attention_mask": torch.ones(1, 5, dtype=torch.bool),
-        "loss_mask": torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32),
-        "logprobs": torch.tensor([[0.0, 0.0, -0.5, -0.3, -0.2]], dtype=torch.float32),
-        "rewards": torch.tensor([1.0], dtype=torch.float32),
+    example = tensors([1, 2, 3, 4, 5]) | {
+        "logprobs": torch.tensor([[0.0, 0.0, -0.5, -0.3, -0.2]]),
         "versions": torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32),
     }
     ((row, _),) = rows_of(checked_tensors(example))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +25,7 @@ from any_agent.workflow import checked_tensors, context, rows_of
 from any_agent.workflow.built_in import FEEDBACK
 from any_agent.workflow.context import WorkflowContext
 from tests.support import reward_functions as functions
+from tests.support.engine.embedded import fresh_logprobs
 from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
 from tests.support.proxy import until
@@ -57,14 +58,10 @@ def worst(models: list[Any], result: dict[str, torch.Tensor], temperature: float
     difference = 0.0
     for row, told in rows_of(result):
         assert told == pytest.approx(temperature)
-        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
-        trained = torch.tensor(row["loss_mask"]) == 1
-        versions = torch.tensor(row["versions"])
+        ids, trained, versions = row["input_ids"].tolist(), row["loss_mask"] == 1, row["versions"]
         assert ((versions >= 0) == trained).all()
         for version in set(versions[trained].tolist()):
-            with torch.inference_mode():
-                logits = models[version](ids[None]).logits[0].float() / temperature
-            fresh = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0]
+            fresh = fresh_logprobs(models[version], ids[:1], ids[1:], temperature)
             gap = (fresh - torch.tensor(row["logprobs"])[1:])[versions[1:] == version]
             difference = max(difference, gap.abs().max().item())
     return difference
@@ -110,10 +107,6 @@ async def test_a_workflow_uses_its_own_function_for_prompts(
     assert result["input_ids"][0, : len(ids)].tolist() == ids
 
 
-def has_made(engine: EmbeddedEngine, steps: int) -> bool:
-    return engine.loop.steps >= steps
-
-
 async def test_turns_go_on_exactly_across_weight_updates(
     pool: EnginePool,
     embedded: EmbeddedEngine,
@@ -127,7 +120,7 @@ async def test_turns_go_on_exactly_across_weight_updates(
     episodes = [asyncio.create_task(workflow.arun_episode(pool, ITEM)) for _ in range(8)]
     for version in (1, 2):
         # Amid the turns, of which each takes about as many steps as it has tokens.
-        await until(partial(has_made, embedded, 20 * version))
+        await until(lambda: embedded.loop.steps >= 20 * version)  # noqa: B023
         await pool.hold()
         await embedded.pause("abort")
         await embedded.update_weights(str(paths[version]), str(version))
@@ -140,17 +133,13 @@ async def test_turns_go_on_exactly_across_weight_updates(
         assert worst(models, result, 0.8) < 1e-3
         versions |= set(result["versions"].flatten().tolist()) - {-1}
         rows += len(result["input_ids"])
-        outputs = sum(_turns(row["loss_mask"].tolist()) for row, _ in rows_of(result))
-        assert outputs == 4
+        begins = [np.diff(row["loss_mask"], prepend=0) > 0 for row, _ in rows_of(result)]
+        assert np.concatenate(begins).sum() == 4, "turns"
         text = chat.decode(result["input_ids"][-1].tolist())
         assert text.count(FEEDBACK[:40]) == 3
     assert rows == 8 + workflow.branches
     assert rows < 16, "a random model often ends in the middle of something; others go on exactly"
     assert len(versions) > 1
-
-
-def _turns(mask: list[int]) -> int:
-    return sum(now > before for before, now in zip([0, *mask], mask, strict=False))
 
 
 class Says:
@@ -231,34 +220,26 @@ async def test_the_runs_sampling_is_used_where_none_is_given(
     assert 1 <= row["loss_mask"].sum() <= 3
 
 
-REFUSED_NAMES = {
-    "digits": "module.function",
-    "tests.support.reward_functions": "functions.function_name",
-    "tests.support.reward_functions.digit": "functions.digits",
-    "tests.support.reward_functions.__name__": "reward_fn",
-}
-
-
 async def test_bad_items_rewards_and_arguments_are_refused_by_name(
     pool: EnginePool, chat: ChatFormat
 ) -> None:
-    workflow = RLVRWorkflow(functions.digits, SAMPLING, chat)
-    with fails_with(ConfigError, "'messages'", "question, answer"):
-        await workflow.arun_episode(pool, {"question": "?", "answer": "4"})
-    with fails_with(ConfigError, "'very good'"):
-        await RLVRWorkflow(functions.words, SAMPLING, chat).arun_episode(pool, ITEM)
-    with fails_with(RewardFailed, "KeyError: 'answer'"):
-        await RLVRWorkflow(functions.documented, SAMPLING, chat).arun_episode(
-            pool, {"messages": ITEM["messages"]}
-        )
-    with fails_with(ConfigError, "tests.no_such.reward"):
-        RLVRWorkflow("tests.no_such.reward", SAMPLING, chat)
-    for name, text in REFUSED_NAMES.items():
+    unanswered = {"messages": ITEM["messages"]}
+    for function, item, error, names in (
+        (functions.digits, {"question": "?", "answer": "4"}, ConfigError, ["'messages'", "answer"]),
+        (functions.words, ITEM, ConfigError, ["'very good'"]),
+        (functions.documented, unanswered, RewardFailed, ["KeyError: 'answer'"]),
+    ):
+        with fails_with(error, *names):
+            await RLVRWorkflow(function, SAMPLING, chat).arun_episode(pool, item)
+    for name, text in (
+        ("tests.no_such.reward", "tests.no_such.reward"),
+        ("digits", "module.function"),
+        ("tests.support.reward_functions", "functions.function_name"),
+        ("tests.support.reward_functions.digit", "functions.digits"),
+        ("tests.support.reward_functions.__name__", "reward_fn"),
+    ):
         with fails_with(ConfigError, text):
             RLVRWorkflow(name, SAMPLING, chat)
-    for name, bad in (
-        ("max_turns", {"max_turns": 0, "turn_discount": 1.0}),
-        ("turn_discount", {"max_turns": 1, "turn_discount": 0.0}),
-    ):
+    for name, turns, discount in (("max_turns", 0, 1.0), ("turn_discount", 1, 0.0)):
         with fails_with(ConfigError, name):
-            MultiTurnWorkflow(functions.digits, SAMPLING, chat, **bad)  # type: ignore[arg-type]
+            MultiTurnWorkflow(functions.digits, SAMPLING, chat, turns, discount)

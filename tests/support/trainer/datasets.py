@@ -82,6 +82,12 @@ class DataLab(Lab):
         self.trainer.publisher.updating = self.source.updating
 
     @property
+    def runs(self) -> Counter[int]:
+        """How often each item was run."""
+        assert isinstance(self.workflow, Alternating)
+        return self.workflow.runs
+
+    @property
     def left(self) -> Mapping[str, Any]:
         """What is done with."""
         return self.source.state()

@@ -51,6 +51,26 @@ def _norm(module: Any, x: Tensor) -> Tensor:
     return module.weight * x * torch.rsqrt(square + module.variance_epsilon)
 
 
+def row_of(
+    ids: Sequence[int] | Tensor,
+    mask: Sequence[int] | Tensor,
+    *,
+    logprobs: Tensor | None = None,
+    versions: Sequence[int] | None = None,
+) -> Row:
+    """A row without a training signal; its trained tokens are of version 0 unless it is given."""
+    trained = torch.as_tensor(mask, dtype=torch.int32)
+    of_tokens = torch.where(trained.bool(), 0, -1) if versions is None else torch.tensor(versions)
+    return {
+        "input_ids": torch.as_tensor(ids, dtype=torch.int32),
+        "loss_mask": trained,
+        "logprobs": torch.zeros(len(trained)) if logprobs is None else logprobs * trained,
+        "versions": of_tokens.int(),
+        "attention_mask": torch.ones(len(trained), dtype=torch.bool),
+        "rewards": torch.tensor(0.0),
+    }
+
+
 def random_rows(
     seed: int, count: int = 6, *, longest: int = 24, dtype: torch.dtype = torch.float64
 ) -> list[Row]:
@@ -64,22 +84,11 @@ def random_rows(
         n = int(torch.randint(6, longest + 1, (), generator=g))
         mask = (torch.rand(n, generator=g) < 0.5).int()
         mask[0], mask[-1] = 0, 1
-        spread = torch.randn(n, generator=g, dtype=dtype)
-        row = {
-            "input_ids": torch.randint(0, VOCAB, (n,), generator=g, dtype=torch.int32),
-            "loss_mask": mask,
-            "logprobs": (-math.log(VOCAB) - 1.5 * spread.abs()) * mask,
-            "versions": torch.where(mask.bool(), 0, -1).int(),
-            "attention_mask": torch.ones(n, dtype=torch.bool),
-            "rewards": torch.tensor(0.0),
-        }
-        rows.append(
-            with_training_signal(
-                row,
-                advantage=float(torch.randn((), generator=g)),
-                temperature=float(0.5 + torch.rand((), generator=g)),
-            )
-        )
+        logprobs = -math.log(VOCAB) - 1.5 * torch.randn(n, generator=g, dtype=dtype).abs()
+        ids = torch.randint(0, VOCAB, (n,), generator=g, dtype=torch.int32)
+        advantage, chance = (float(draw((), generator=g)) for draw in (torch.randn, torch.rand))
+        row = row_of(ids, mask, logprobs=logprobs)
+        rows.append(with_training_signal(row, advantage=advantage, temperature=0.5 + chance))
     return rows
 
 
@@ -89,37 +98,37 @@ def computed(policy: Policy, rows: Sequence[Row]) -> Computed:
     return done
 
 
-def dense_logprobs(model: Any, row: Row) -> Tensor:
-    """The log-probabilities of a row's trained tokens, on full logits."""
-    ids = row["input_ids"].long()
-    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+def dense_table(model: Any, row: Row) -> Tensor:
+    """Log-probabilities of all ids at each of a row's trained tokens, [tokens, ids], on full
+    logits."""
+    logits = model(input_ids=row["input_ids"][None].long(), use_cache=False).logits[0]
     table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
-    places = row["loss_mask"].nonzero()[:, 0]
-    return table[places - 1, ids[places]]
+    return table[row["loss_mask"].nonzero()[:, 0] - 1]
 
 
-def dense_loss(
-    model: Any, rows: Sequence[Row], config: LossConfig, prox_shift: Sequence[float] | None = None
-) -> Tensor:
+def dense_logprobs(model: Any, row: Row) -> Tensor:
+    """The log-probabilities of a row's trained tokens."""
+    ids = row["input_ids"][row["loss_mask"].bool()].long()
+    return dense_table(model, row).gather(-1, ids[:, None])[:, 0]
+
+
+def dense_entropies(model: Any, row: Row) -> Tensor:
+    table = dense_table(model, row)
+    return -(table.exp() * table).sum(-1)
+
+
+def dense_loss(model: Any, rows: Sequence[Row], config: LossConfig) -> Tensor:
     """The loss as the formula says it, token by token, on full logits of one row at a time."""
-    total = torch.zeros((), dtype=torch.float64)
-    n = 0
-    for k, row in enumerate(rows):
-        logits = model(input_ids=row["input_ids"][None].long(), use_cache=False).logits[0]
-        table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
-        for t in range(1, len(row["input_ids"])):
-            if not row["loss_mask"][t]:
-                continue
-            logprob = table[t - 1, int(row["input_ids"][t])]
-            prox = logprob.detach() + (prox_shift[k] if prox_shift else 0.0)
-            w = min(math.exp(float(prox.detach()) - float(row["logprobs"][t])), config.is_cap)
-            rho = torch.exp(logprob - prox)
-            a = float(row["advantages"])
+    terms = []
+    for row in rows:
+        a, recorded = float(row["advantages"]), row["logprobs"][row["loss_mask"].bool()]
+        for logprob, mu in zip(dense_logprobs(model, row), recorded.tolist(), strict=True):
+            w = min(math.exp(float(logprob.detach()) - mu), config.is_cap)
+            rho = torch.exp(logprob - logprob.detach())
             value = float(rho.detach())
             bounded = min(max(value, 1 - config.eps_low), 1 + config.eps_high) * a
-            total = total - w * (rho * a if value * a <= bounded else bounded)
-            n += 1
-    return total / n
+            terms.append(-w * (rho * a if value * a <= bounded else torch.tensor(bounded)))
+    return torch.stack([term.double() for term in terms]).sum() / len(terms)
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.trainer.policies import VOCAB, in_precision
+from tests.support.trainer.policies import VOCAB, in_precision, row_of
 from trainer.model import PolicyConfig
 from trainer.policy import Policy
 from trainer.rows import Row, with_training_signal
@@ -47,19 +47,11 @@ def episode_rows(turns: int) -> list[Row]:
 
 
 def _row(ids: list[int], chance: random.Random, dtype: torch.dtype) -> Row:
-    n = len(ids)
-    mask = torch.tensor([0, *(int(chance.random() < 0.6) for _ in ids[1:])], dtype=torch.int32)
-    if not mask.any():
-        mask[chance.randrange(1, n)] = 1
+    mask = [0, *(int(chance.random() < 0.6) for _ in ids[1:])]
+    if not any(mask):
+        mask[chance.randrange(1, len(ids))] = 1
     spread = torch.tensor([abs(chance.gauss(0, 1.5)) for _ in ids], dtype=dtype)
-    row = {
-        "input_ids": torch.tensor(ids, dtype=torch.int32),
-        "loss_mask": mask,
-        "logprobs": (-3.9 - spread) * mask,
-        "versions": torch.where(mask.bool(), 0, -1).int(),
-        "attention_mask": torch.ones(n, dtype=torch.bool),
-        "rewards": torch.tensor(0.0),
-    }
+    row = row_of(ids, mask, logprobs=-3.9 - spread)
     temperature = chance.choice([1.0, 1.0, 0.7])
     return with_training_signal(row, advantage=chance.gauss(0, 1), temperature=temperature)
 

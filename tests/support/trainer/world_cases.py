@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,13 +19,12 @@ from torch import Tensor
 
 import trainer.sharded_optimizer
 from any_agent.config import TrainConfig
-from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from any_agent.runtime.disk_space import DiskSpace
 from tests.support.trainer.adapters import LORA, row_logprobs, stirred, train, weights_of
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
-from tests.support.trainer.policies import VOCAB, in_precision, random_rows
+from tests.support.trainer.policies import random_rows, small_policy
 from tests.support.trainer.trees import tree_rows
 from tests.support.trainer.updates import SEQUENCE_LEVEL
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
@@ -48,13 +48,6 @@ Weights = dict[str, Tensor]
 Found = tuple[float, Weights]
 
 
-def divided_policy(world: World, master: torch.dtype = torch.float64, **config: Any) -> Policy:
-    """As `small_policy`, its weights divided."""
-    torch.set_num_threads(1)
-    model = make_model(VOCAB, 0, hidden_size=32, layers=2, context=256)
-    return Policy(in_precision(model, master), PolicyConfig(**config), world)
-
-
 def split(case: int) -> tuple[list[Any], int]:
     """Some rows, in every other case with shared prefixes, and a token budget for a pass."""
     chance = random.Random(case)
@@ -66,7 +59,7 @@ def split(case: int) -> tuple[list[Any], int]:
 
 def gradients_of(world: World, cases: int) -> list[Found]:
     """Loss and whole gradients of each case's rows."""
-    policy = divided_policy(world)
+    policy = small_policy(world=world)
     return [_gradient(world, policy, case) for case in range(cases)]
 
 
@@ -77,7 +70,8 @@ def under(
     steps."""
     out = []
     for config in configs:
-        policy = divided_policy(world, master, lr=1e-3, **config)
+        model = small_policy(dtype=master).model
+        policy = Policy(model, PolicyConfig(lr=1e-3, **config), world)
         found = _gradient(world, policy, 0)
         for case in range(2):
             policy.step([_share(world, policy, case)], split(case)[1])
@@ -116,7 +110,7 @@ def adapters_of(
     what is published."""
     out = []
     for config in configs:
-        policy = stirred(divided_policy(world, lora=LORA, **config))
+        policy = stirred(small_policy(world=world, lora=LORA, **config))
         adapter = adapter_tensors(policy.model)
         found = []
         for case in range(cases):
@@ -136,7 +130,7 @@ def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStat
     """Return each case's statistics of a step of several updates, and the weights after it."""
     out = []
     for case in range(cases):
-        policy, frozen = (divided_policy(world, lr=1e-3) for _ in range(2))
+        policy, frozen = (small_policy(world=world, lr=1e-3) for _ in range(2))
         policy.reference = frozen.runner.logprobs
         rows, parts, budget = divided_case(case)
         work = [_part(world, policy, [rows[k] for k in part], budget) for part in parts]
@@ -153,7 +147,7 @@ def divided_case(case: int) -> tuple[list[Row], list[list[int]], int]:
 
 
 def commanded(
-    leader: Leader, model: str, broken: int | None, config: PolicyConfig = CONFIG
+    leader: Leader, config: PolicyConfig, model: str, broken: int | None
 ) -> tuple[Weights, str]:
     """The weights after two commanded steps of several updates beside a reference model, and what
     is said of one in between whose second minibatch has a ``broken`` row."""
@@ -177,9 +171,9 @@ def commanded(
     return weights_of(policy), said
 
 
-def compared(leader: Leader, model: str, seeds: range) -> list[list[Tensor]]:
+def compared(leader: Leader, config: PolicyConfig, model: str, seeds: range) -> list[list[Tensor]]:
     """The log-probabilities of a reference model that the policy has moved away from."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
     load_reference(policy, model)
     policy.train(random_rows(9, dtype=torch.float32), 60)
     return [
@@ -187,29 +181,20 @@ def compared(leader: Leader, model: str, seeds: range) -> list[list[Tensor]]:
     ]
 
 
-def led_lora(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
-    """Run :func:`led` with an adapter."""
-    return led(world, case, *arguments, config=LORA_CONFIG)
-
-
-def led(
-    world: World, case: Callable[..., Any], *arguments: Any, config: PolicyConfig = CONFIG
-) -> Any:
-    """``case(leader, *arguments)`` on the leader, while the others follow it."""
+def led(world: World, config: PolicyConfig, case: Callable[..., Any], *arguments: Any) -> Any:
+    """``case(leader, config, *arguments)`` on the leader, while the others follow it."""
     torch.set_num_threads(1)
     if not world.leads:
         Follower(world, config, TRAIN).follow()
         return None
     leader = Leader(world)
     try:
-        return case(leader, *arguments)
+        return case(leader, config, *arguments)
     finally:
         leader.stop()
 
 
-def trained(
-    leader: Leader, model: str, seeds: range, root: str, config: PolicyConfig = CONFIG
-) -> dict[str, Tensor]:
+def trained(leader: Leader, config: PolicyConfig, model: str, seeds: range, root: str) -> Weights:
     """Steps from a model, and a checkpoint of them; all that it holds."""
     policy, _ = load_policy(model, config, leader, checkpoint=False)
     train(policy, seeds)
@@ -217,24 +202,24 @@ def trained(
     return weights_of(policy)
 
 
-def saved_again(leader: Leader, checkpoint: str, root: str) -> dict[str, Tensor]:
+def saved_again(leader: Leader, config: PolicyConfig, checkpoint: str, root: str) -> Weights:
     """A checkpoint loaded and written again, and what was loaded."""
-    policy, state = load_policy(checkpoint, CONFIG, leader, checkpoint=True)
+    policy, state = load_policy(checkpoint, config, leader, checkpoint=True)
     save_checkpoint(Path(root), policy, Path(checkpoint), state)
     return weights_of(policy)
 
 
-def gone_on(
-    leader: Leader, checkpoint: str, seeds: range, config: PolicyConfig = CONFIG
-) -> dict[str, Tensor]:
+def gone_on(leader: Leader, config: PolicyConfig, checkpoint: str, seeds: range) -> Weights:
     policy, _ = load_policy(checkpoint, config, leader, checkpoint=True)
     train(policy, seeds)
     return weights_of(policy)
 
 
-def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+def buckets_left_early(
+    leader: Leader, config: PolicyConfig, model: str
+) -> tuple[Weights, list[list[str]]]:
     """Weights, the names of a few buckets that were not all asked for, and a step after that."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
     some = []
     for bucket in policy.buckets(3000):
         some.append([name for name, _ in bucket])
@@ -334,18 +319,23 @@ class Dying(Follower):
 def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | None:
     """The checkpoints, and a later loss, where the disk is full for one process, then another."""
     torch.set_num_threads(1)
-    trainer.sharded_optimizer.save_shard = _failing_at(1 if world.leads else 0)
+    calls, fails, real = count(), int(world.leads), trainer.sharded_optimizer.save_shard
+
+    def save_shard(policy: Policy, folder: Path) -> None:
+        if next(calls) == fails:
+            raise TrainingError("the share cannot be written: [Errno 28] No space left on device")
+        real(policy, folder)
+
+    trainer.sharded_optimizer.save_shard = save_shard
     if not world.leads:
         Follower(world, CONFIG, TRAIN).follow()
         return None
     leader = Leader(world)
     policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     policy.train(random_rows(0, dtype=torch.float32), 60)
-    try:
+    with suppress(ValueError):  # and the other process lives
         policy.train([], 60)
         raise AssertionError("there is nothing to train on")
-    except ValueError:
-        pass  # and the other process lives
     tries = []
 
     def save() -> Path:
@@ -358,19 +348,6 @@ def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | No
     loss = policy.train(random_rows(1, dtype=torch.float32), 60).stats.loss
     leader.stop()
     return list(complete_checkpoints(Path(root))), loss
-
-
-def _failing_at(number: int) -> Callable[[Policy, Path], None]:
-    """`save_shard`, which finds a full disk in this call of it."""
-    calls = count()
-    real = trainer.sharded_optimizer.save_shard
-
-    def save(policy: Policy, folder: Path) -> None:
-        if next(calls) == number:
-            raise TrainingError("the share cannot be written: [Errno 28] No space left on device")
-        real(policy, folder)
-
-    return save
 
 
 def silent(world: World) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.trainer.policies import row_of
 from tests.support.trainer.trees import tree_rows
 from trainer.packing import (
-    Pass,
     balanced,
     balanced_tries,
     idle_pass,
@@ -23,41 +22,24 @@ from trainer.packing import (
 from trainer.rows import Row
 
 
-def _row(length: int, trained: bool = True) -> Row:
-    mask = torch.zeros(length, dtype=torch.int32)
-    mask[-1] = int(trained)
-    return {"input_ids": torch.zeros(length, dtype=torch.int32), "loss_mask": mask}
-
-
-def _row_of(ids: Sequence[int]) -> Row:
-    whole = {
-        "attention_mask": torch.ones(len(ids), dtype=torch.bool),
-        "temperatures": torch.ones(len(ids)),
-    }
-    return _row(len(ids)) | whole | {"input_ids": torch.tensor(ids, dtype=torch.int32)}
+def _row(ids: Sequence[int]) -> Row:
+    """A row that trains on its last token."""
+    return row_of(ids, [0] * (len(ids) - 1) + [1]) | {"temperatures": torch.ones(len(ids))}
 
 
 @given(st.lists(st.integers(2, 400), max_size=40), st.integers(1, 8))
 def test_every_row_has_one_place_and_no_part_much_more_than_its_share(
     lengths: list[int], parts: int
 ) -> None:
-    rows = [_row(n) for n in lengths]
-    divided = balanced(rows, parts)
+    rows = [_row(range(n)) for n in lengths]
+    without_loss = row_of(range(9), [0] * 9)
+    divided = balanced([without_loss, *rows], parts)
     assert len(divided) == parts
     assert sorted(id(row) for part in divided for row in part) == sorted(map(id, rows))
     loads = [sum(row["input_ids"].shape[0] for row in part) for part in divided]
     assert max(loads) - min(loads) <= max(lengths, default=0)
-
-
-def test_rows_without_a_loss_are_left_out() -> None:
-    kept = _row(5)
-    assert balanced([_row(9, trained=False), kept], 2) == [[kept], []]
-
-
-def test_equal_rows_are_always_divided_alike() -> None:
-    rows = [_row(7) for _ in range(5)]
-    first, second = balanced(rows, 2), balanced(rows, 2)
-    assert [[id(r) for r in part] for part in first] == [[id(r) for r in part] for part in second]
+    again = balanced([without_loss, *rows], parts)
+    assert [[id(r) for r in part] for part in again] == [[id(r) for r in part] for part in divided]
 
 
 @given(st.integers(0, 1000), st.integers(1, 5))
@@ -78,8 +60,8 @@ def _computed(rows: Sequence[Row], processes: int, budget: int) -> list[int]:
 
 def test_the_turns_of_an_episode_above_the_budget_are_computed_once() -> None:
     # Turn k has the first 32 k - 1 tokens; no row trains on what follows its last token.
-    turns = [_row_of(range(32 * k - 1)) for k in range(1, 101)]
-    other = _row_of([5000] * 40)
+    turns = [_row(range(32 * k - 1)) for k in range(1, 101)]
+    other = _row([5000] * 40)
     for processes in (1, 2, 3):
         assert sum(_computed([*turns, other], processes, 1024)) == 3198 + 39
 
@@ -87,7 +69,7 @@ def test_the_turns_of_an_episode_above_the_budget_are_computed_once() -> None:
 def test_episodes_and_groups_are_computed_once_in_any_number_of_processes() -> None:
     """Eight groups of eight samples, each behind a prompt of its own, and one that all share."""
     rows = [
-        _row_of([*range(20), *[1000 * g] * 100, *(1000 * g + 10 * k + t for t in range(1, 9))])
+        _row([*range(20), *[1000 * g] * 100, *(1000 * g + 10 * k + t for t in range(1, 9))])
         for g in range(8)
         for k in range(8)
     ]
@@ -100,7 +82,7 @@ def test_episodes_and_groups_are_computed_once_in_any_number_of_processes() -> N
 
 def test_one_group_is_divided_where_its_answers_are_longer_than_its_prompt() -> None:
     def group(prompt: int, answer: int) -> list[Row]:
-        return [_row_of([*range(prompt), *[1000 + k] * answer]) for k in range(8)]
+        return [_row([*range(prompt), *[1000 + k] * answer]) for k in range(8)]
 
     assert sorted(map(len, balanced_tries(group(50, 40), 2))) == [4, 4]
     assert sorted(map(len, balanced_tries(group(50, 4), 2))) == [0, 8]
@@ -110,11 +92,8 @@ def test_processes_have_equally_many_distinct_tokens() -> None:
     """A group of four sessions with 73 tokens weighs as much as any of three rows."""
     group = [[1, *([1] * 60), k, 1, 2] for k in range(5, 9)]
     long = [[k, *range(5, 77)] for k in (2, 3, 4)]
-    rows = [_row_of(ids) for ids in [*group, *long]]
+    rows = [_row(ids) for ids in [*group, *long]]
     assert sorted(len(part) for part in balanced_tries(rows, 2)) == [2, 5]
-
-
-# -- the passes of all processes, laid over each other ---------------------------------------------
 
 
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 60))
@@ -126,7 +105,7 @@ def test_each_pass_of_each_process_has_one_place_within_what_it_descends_from(
     assert [[one.parent for one in plan] for plan in plans] == shapes
     every = [in_common(plan, shapes, k) for k, plan in enumerate(plans)]
     assert len({tuple((one.around, one.keeps) for one in plan) for plan in every}) == 1
-    deepest = max(map(_depth, plans))
+    deepest = max(_depth(one.parent for one in plan) for plan in plans)
     for plan, laid in zip(plans, every, strict=True):
         planned = {id(one.ids): one for one in plan}
         assert sorted(id(one.ids) for one in laid if one.depths is not None) == sorted(planned)
@@ -144,10 +123,11 @@ def test_each_pass_of_each_process_has_one_place_within_what_it_descends_from(
                 assert laid[one.parent].ids is plan[planned[id(one.ids)].parent].ids
 
 
-def _depth(plan: Sequence[Pass]) -> int:
+def _depth(parents: Iterable[int]) -> int:
+    """The depth of a forest whose nodes follow their parents; -1 is none."""
     depths: list[int] = []
-    for one in plan:
-        depths.append(1 + (depths[one.parent] if one.parent >= 0 else 0))
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
     return max(depths, default=0)
 
 
@@ -157,17 +137,13 @@ def test_many_short_tries_beside_each_other_are_not_nested() -> None:
     one = [-1, 0, 1, *(parent + 3 if parent >= 0 else -1 for parent in short)]
     passes = [replace(idle_pass(), parent=parent) for parent in one]
     laid = in_common(passes, [one, short], 0)
-    depths: list[int] = []
-    for place in laid:
-        depths.append(1 + (depths[place.around] if place.around >= 0 else 0))
-    assert max(depths) == 3
+    assert _depth(place.around for place in laid) == 3
     assert len(laid) < 1.05 * len(one)
 
 
-@pytest.mark.parametrize("length", [1, 5, 50])
-def test_a_chain_beside_branches_makes_no_process_wait(length: int) -> None:
-    chain = list(range(-1, length - 1))
-    branches = [-1] * length
-    passes = [replace(idle_pass(), parent=k) for k in branches]
-    assert len(in_common(passes, [chain, branches], 1)) == length
-    assert len(in_common(passes, [[], branches], 1)) == length
+def test_a_chain_beside_branches_makes_no_process_wait() -> None:
+    for length in (1, 5, 50):
+        chain, branches = list(range(-1, length - 1)), [-1] * length
+        passes = [replace(idle_pass(), parent=k) for k in branches]
+        assert len(in_common(passes, [chain, branches], 1)) == length
+        assert len(in_common(passes, [[], branches], 1)) == length

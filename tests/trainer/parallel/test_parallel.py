@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.support.trainer.adapters import adapted_policy, gradients_of_adapter, row_logprobs
 from tests.support.trainer.policies import assert_same, random_rows, small_policy, trainer_gradients
 from tests.support.trainer.updates import SEQUENCE_LEVEL
 from tests.support.trainer.world import together
 from tests.support.trainer.world_cases import (
     CONFIG,
+    LORA_CONFIG,
+    adapters_of,
     buckets_left_early,
     commanded,
     compared,
@@ -34,8 +38,9 @@ from tests.support.trainer.world_cases import (
 from tests.support.trainer.world_cases import killed as one_killed
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.loss import LossConfig
+from trainer.model import PolicyConfig
+from trainer.parallel.trainer_group import load_reference
 from trainer.policy import Policy
-from trainer.reference import frozen_logprobs
 from trainer.sharded_optimizer import moments
 from trainer.updates import StepConfig
 
@@ -62,44 +67,36 @@ def test_loss_and_gradient_are_those_of_one_process_for_any_split(size: int) -> 
         assert_same(found[0][case][1], gradients, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_several_updates_are_those_of_one_process_for_any_split(size: int) -> None:
-    """With every input that a loss can have."""
-    found = together(size, updated, 6, SEQUENCE_LEVEL)
-    for case in range(6):
-        policy, frozen = small_policy(lr=1e-3), small_policy()
-        policy.reference = frozen.runner.logprobs
-        rows, parts, _ = divided_case(case)
-        stats = policy.train(rows, None, SEQUENCE_LEVEL, StepConfig(2), parts).stats
-        for result in found:
-            assert result[case][0].loss == pytest.approx(stats.loss, abs=1e-8)
-            assert result[case][0].tokens == stats.tokens
-        assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
-
-
 @pytest.mark.parametrize(
-    "config",
+    ("size", "config", "cases"),
     [
-        LossConfig("vespo", off_policy_threshold=0.3, kl_coef=0.1),
-        LossConfig("sapo", top_entropy=0.4, kl_coef=0.1),
+        # With every input that a loss can have.
+        *((size, SEQUENCE_LEVEL, 6) for size in (1, 2, 4)),
+        # Losses that need the tokens of all processes.
+        (2, LossConfig("vespo", off_policy_threshold=0.3, kl_coef=0.1), 3),
+        (2, LossConfig("sapo", top_entropy=0.4, kl_coef=0.1), 3),
     ],
-    ids=lambda c: c.name,
+    ids=lambda c: getattr(c, "name", str(c)),
 )
-def test_losses_that_need_all_tokens_equal_those_of_one_process(config: LossConfig) -> None:
-    found = together(2, updated, 3, config)
-    for case in range(3):
+def test_several_updates_are_those_of_one_process_for_any_split(
+    size: int, config: LossConfig, cases: int
+) -> None:
+    found = together(size, updated, cases, config)
+    for case in range(cases):
         policy, frozen = small_policy(lr=1e-3), small_policy()
         policy.reference = frozen.runner.logprobs
         rows, parts, _ = divided_case(case)
         stats = policy.train(rows, None, config, StepConfig(2), parts).stats
-        assert found[0][case][0].is_masked == stats.is_masked
-        assert found[0][case][0].loss == pytest.approx(stats.loss, abs=1e-8)
+        for result in found:
+            told = result[case][0]
+            assert told.loss == pytest.approx(stats.loss, abs=1e-8)
+            assert (told.tokens, told.is_masked) == (stats.tokens, stats.is_masked)
         assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
 
 
 def test_a_reference_that_several_processes_compute_is_that_of_one(tiny_model_dir: Path) -> None:
     """Each takes a part of the rows, and the leader gets them all in their order."""
-    found = together(3, led, compared, str(tiny_model_dir), range(3))[0]
+    found = together(3, led, CONFIG, compared, str(tiny_model_dir), range(3))[0]
     start = Policy.load(tiny_model_dir, CONFIG)
     for seed in range(3):
         expected = start.runner.row_logprobs(random_rows(seed, dtype=torch.float32))
@@ -108,18 +105,17 @@ def test_a_reference_that_several_processes_compute_is_that_of_one(tiny_model_di
             torch.testing.assert_close(got, one.double(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(("config", "broken"), [(CONFIG, 0), (CONFIG, 1), (LORA_CONFIG, 0)])
 def test_a_step_of_several_updates_is_undone_in_every_process(
-    tiny_model_dir: Path, broken: int
+    tiny_model_dir: Path, config: PolicyConfig, broken: int
 ) -> None:
-    """Undo it in the weights and moments of all processes; alone it is the same but for
-    rounding."""
-    expected, _ = together(2, led, commanded, str(tiny_model_dir), None)[0]
-    found, said = together(2, led, commanded, str(tiny_model_dir), broken)[0]
+    model = str(tiny_model_dir)
+    expected, _ = together(2, led, config, commanded, model, None)[0]
+    found, said = together(2, led, config, commanded, model, broken)[0]
     assert "advantage at micro-batch" in said
     assert_same(found, expected, atol=0)
-    alone = Policy.load(tiny_model_dir, CONFIG)
-    alone.reference = frozen_logprobs(str(tiny_model_dir), alone)
+    alone = Policy.load(model, config)
+    load_reference(alone, model)
     for seed in (0, 2):
         rows, parts = random_rows(seed, dtype=torch.float32), [[0, 2, 4], [1, 3, 5]]
         alone.train(rows, 60, SEQUENCE_LEVEL, StepConfig(2, lr=2e-3), parts)
@@ -132,6 +128,23 @@ def test_saving_memory_changes_neither_gradients_nor_steps() -> None:
         assert loss == pytest.approx(plain[0][0], abs=1e-12)
         assert_same(gradients, plain[0][1], atol=1e-12)
         assert_same(weights, plain[1], atol=1e-9)
+
+
+def test_two_processes_with_an_adapter_compute_what_one_computes() -> None:
+    results = together(2, adapters_of, [{}, SAVING[-1]], 6)
+    policy, base = adapted_policy(), small_policy()
+    bare = torch.cat([row_logprobs(base, [row])[0] for row in split(0)[0]])
+    for number in range(2):
+        found, without, weights = results[0][number]
+        for case in range(6):
+            rows, budget = split(case)
+            loss, expected = gradients_of_adapter(policy, rows, budget)
+            assert [result[number][0][case][0] for result in results] == (
+                pytest.approx([loss] * 2, abs=1e-9)
+            )
+            assert_same(found[case][1], expected, atol=1e-9)
+        torch.testing.assert_close(without, bare, atol=1e-12, rtol=0)
+        assert_same(weights, weights_of(policy), atol=0)
 
 
 def test_passes_in_bfloat16_are_those_in_float32_but_for_its_digits() -> None:
@@ -150,26 +163,31 @@ def test_passes_in_bfloat16_are_those_in_float32_but_for_its_digits() -> None:
     assert {t.dtype for t in [*rough[0][1].values(), *rough[1].values()]} == {torch.float32}
 
 
+@pytest.mark.parametrize("config", [CONFIG, LORA_CONFIG], ids=["all weights", "adapter"])
 def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_or_four(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, config: PolicyConfig
 ) -> None:
+    def in_processes(size: int, case: Any, *arguments: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = together(size, led, config, case, *arguments)[0]
+        return found
+
     model = str(tiny_model_dir)
-    expected = together(2, led, trained, model, range(2), str(tmp_path / "two"))[0]
+    expected = in_processes(2, trained, model, range(2), str(tmp_path / "two"))
     checkpoint = tmp_path / "two" / "step-00000002"
-    one, state = load_checkpoint(checkpoint, CONFIG)
+    one, state = load_checkpoint(checkpoint, config)
     assert state == {"seen": 2} and one.steps == 2
     assert_same(weights_of(one), expected, atol=0)
     assert next(iter(moments(one).values())).any(), "comparing zeros proves nothing"
 
-    again = together(4, led, saved_again, str(checkpoint), str(tmp_path / "four"))[0]
+    again = in_processes(4, saved_again, str(checkpoint), str(tmp_path / "four"))
     assert_same(again, expected, atol=0)
-    by_way_of_four, _ = load_checkpoint(tmp_path / "four" / "step-00000002", CONFIG)
+    by_way_of_four, _ = load_checkpoint(tmp_path / "four" / "step-00000002", config)
     assert_same(weights_of(by_way_of_four), expected, atol=0)
     assert_same(moments(by_way_of_four), moments(one), atol=0)
 
     # A step from there, by two as if they had not stopped, and by one, but for rounding.
-    unbroken = together(2, led, trained, model, range(3), str(tmp_path / "unbroken"))[0]
-    assert_same(together(2, led, gone_on, str(checkpoint), range(2, 3))[0], unbroken, atol=0)
+    unbroken = in_processes(2, trained, model, range(3), str(tmp_path / "unbroken"))
+    assert_same(in_processes(2, gone_on, str(checkpoint), range(2, 3)), unbroken, atol=0)
     one.train(random_rows(2, dtype=torch.float32), 60)
     assert_same(weights_of(one), unbroken, atol=1e-5)
 
@@ -181,14 +199,14 @@ def test_a_checkpoint_of_one_process_is_resumed_by_three(
     policy = Policy.load(tiny_model_dir, CONFIG)
     policy.train(random_rows(0, dtype=torch.float32), 60)
     checkpoint = save_checkpoint(tmp_path / "one", policy, tiny_model_dir, {})
-    found = together(3, led, saved_again, str(checkpoint), str(tmp_path / "three"))[0]
+    found = together(3, led, CONFIG, saved_again, str(checkpoint), str(tmp_path / "three"))[0]
     assert_same(found, weights_of(policy), atol=0)
     back, _ = load_checkpoint(tmp_path / "three" / "step-00000001", CONFIG)
     assert_same(moments(back), moments(policy), atol=0)
 
 
 def test_buckets_may_be_left_and_hold_the_weights_of_all(tiny_model_dir: Path) -> None:
-    found, some = together(2, led, buckets_left_early, str(tiny_model_dir))[0]
+    found, some = together(2, led, CONFIG, buckets_left_early, str(tiny_model_dir))[0]
     policy = Policy.load(tiny_model_dir, CONFIG)
     assert len(some) == 2 and all(some)
     policy.train(random_rows(0, dtype=torch.float32), 60)

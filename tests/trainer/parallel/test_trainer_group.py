@@ -5,18 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from any_agent.config import Config, TrainConfig, load_config
+from any_agent.config import Config, load_config
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
 from any_agent.launcher.node_role import NodeRole, TrainingNodes, trainer_arguments
 from tests.support.errors import fails_with
 from tests.support.trainer.policies import VOCAB, random_rows
-from trainer.from_config import policy_config
 from trainer.model import PolicyConfig
 from trainer.parallel.__main__ import interface_of
 from trainer.policy import Policy
@@ -75,7 +73,6 @@ def test_one_process_is_started_as_ever_and_more_by_one_that_watches_them(tmp_pa
 
 
 def test_a_wrong_setting_ends_the_group_with_the_exit_code_of_its_process(tmp_path: Path) -> None:
-    """A wrong setting is code 2, whoever finds it: the launcher does not try that again."""
     settings = tmp_path / "wrong.yaml"
     settings.write_text("train: {steps: many}\n")
     arguments = trainer_arguments(config_of("train.processes=2"), settings, NodeRole())
@@ -90,14 +87,6 @@ def test_the_loopback_is_an_interface_and_what_no_machine_has_is_none() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.2") is not None
     assert interface_of("192.0.2.1") is None
     assert interface_of("::1") is None
-
-
-def test_settings_of_precision_and_memory_reach_the_policy() -> None:
-    plain = policy_config(TrainConfig(device="cpu"))
-    assert (plain.dtype, plain.offload, plain.gradient_checkpointing) == (None, False, False)
-    more: dict[str, Any] = {"offload_optimizer": True, "gradient_checkpointing": True}
-    told = policy_config(TrainConfig(device="cpu", dtype="bfloat16", **more))
-    assert (told.dtype, told.offload, told.gradient_checkpointing) == (torch.bfloat16, True, True)
 
 
 def test_passes_in_bfloat16_move_master_weights_in_float32() -> None:

@@ -96,7 +96,6 @@ async def test_an_engine_that_dies_leaves_and_comes_back(
 async def test_engines_that_refuse_weights_keep_theirs_and_resume(
     way: str, processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Weights that are not the model's: refused by all, who go on with what they had."""
     fleet = Fleet(*(engine.url for engine in processes))
     weights = Weights(tiny_model_dir, tmp_path, "float32")
     before = [await sums_of(engine.url) for engine in processes]

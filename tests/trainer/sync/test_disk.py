@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from aiohttp import web
@@ -109,7 +110,18 @@ class Proxy(RLClient):
 
 class Fleet(FixedRanks):
     def __init__(self, *engines: Engine) -> None:
+        self.engines = engines
         super().__init__(*map(Proxy, engines))
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        zero, one = self.engines
+        async with zero.serve(), one.serve():
+            yield
+
+    @property
+    def events(self) -> list[list[str]]:
+        return [client.events for client in self.clients.values()]
 
     def entry(self, rank: int) -> RegistryEntry | None:
         engine = self.clients[rank].engine
@@ -124,8 +136,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engines() -> tuple[Engine, Engine]:
-    return Engine(), Engine()
+def fleet() -> Fleet:
+    return Fleet(Engine(), Engine())
 
 
 def on_this_loop(coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
@@ -163,45 +175,35 @@ TRIED = ["pause", "resume"]
     ],
 )
 async def test_weights_reach_every_rank_that_does_not_refuse(
-    engines: tuple[Engine, Engine], answers: list[int], fails: int, events: list[str]
+    fleet: Fleet, answers: list[int], fails: int, events: list[str]
 ) -> None:
-    engines[1].answers = list(answers)
-    fleet = Fleet(*engines)
+    fleet.engines[1].answers = list(answers)
     fleet.clients[1].fails = [ServiceUnavailable("away") for _ in range(fails)]
     refused = fails_with(TrainingError, "version 7") if answers == [400] else nullcontext()
-    async with engines[0].serve(), engines[1].serve():
+    async with fleet.serving():
         with refused:
             await update(fleet)
-    assert [client.events for client in fleet.clients.values()] == [WHOLE, events]
+    assert fleet.events == [WHOLE, events]
     told = {"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}
-    assert engines[0].loaded == [told]
+    assert fleet.engines[0].loaded == [told]
 
 
 async def test_all_weight_updates_share_one_tls_context(
-    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a megabyte outside Python's heap, and freed only when a cycle of objects is found."""
     tls_context()
-    made: list[ssl.SSLContext] = []
-    create = ssl.create_default_context
-
-    def noted(**options: Any) -> ssl.SSLContext:
-        made.append(create(**options))
-        return made[-1]
-
-    monkeypatch.setattr(ssl, "create_default_context", noted)
-    fleet = Fleet(*engines)
-    async with engines[0].serve(), engines[1].serve():
+    refused = Mock(side_effect=AssertionError("a further context"))
+    monkeypatch.setattr(ssl, "create_default_context", refused)
+    async with fleet.serving():
         await update(fleet)
         sync = BucketSync(on_this_loop, TensorTransport(), load_timeout=30, dtype="float32")
         await asyncio.to_thread(UpdateAttempt(sync, fleet, SEVEN, alone=False).run, [])
-    assert [client.events for client in fleet.clients.values()] == [WHOLE, WHOLE]
-    assert made == []
+    assert fleet.events == [WHOLE, WHOLE]
 
 
-async def test_a_rank_that_is_away_delays_no_other_rank(engines: tuple[Engine, Engine]) -> None:
-    zero, one = engines
-    fleet = Fleet(zero, one)
+async def test_a_rank_that_is_away_delays_no_other_rank(fleet: Fleet) -> None:
+    zero, one = fleet.engines
     here, away = fleet.clients.values()
     async with zero.serve():
         running = update(fleet)
@@ -219,81 +221,67 @@ async def test_a_rank_that_is_away_delays_no_other_rank(engines: tuple[Engine, E
 
 @pytest.mark.parametrize("answer", [503, 0], ids=["fails", "silent"])
 async def test_a_rank_that_never_takes_its_weights_ends_the_update(
-    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, answer: int
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     monkeypatch.setattr(base, "UNREACHABLE_TIMEOUT", -0.5)
-    engines[0].answers = [answer]
-    fleet = Fleet(*engines)
-    async with engines[0].serve(), engines[1].serve():
+    fleet.engines[0].answers = [answer]
+    async with fleet.serving():
         with fails_with(EngineUnavailable, "rank 0", "version 7"):
             await update(fleet, load_timeout=3)
-    assert fleet.clients[1].events == WHOLE
-    assert fleet.clients[0].events[-1] == "resume"
-    assert "v7" not in fleet.clients[0].events
+    failed, other = fleet.events
+    assert failed[-1] == "resume" and "v7" not in failed and other == WHOLE
 
 
 @pytest.mark.parametrize("answers", [[400, 200], [400, 400, 200]], ids=["once", "twice"])
 async def test_an_engine_that_loaded_but_did_not_flush_is_flushed_and_named(
-    engines: tuple[Engine, Engine], answers: list[int]
+    fleet: Fleet, answers: list[int]
 ) -> None:
     """SGLang then has the weights, but neither forgets what is cached nor tells the version."""
-    engines[0].answers = list(answers)
-    engines[0].says = "Weights were updated, but the cache was not flushed because requests are"
-    fleet = Fleet(*engines)
-    async with engines[0].serve(), engines[1].serve():
+    one, other = fleet.engines
+    one.answers = list(answers)
+    one.says = "Weights were updated, but the cache was not flushed because requests are"
+    async with fleet.serving():
         await update(fleet)
     # Before it goes on, where that helps.
-    assert fleet.clients[0].events == ["pause", "resume"] * (len(answers) - 2) + WHOLE
-    assert (engines[0].flushes, engines[1].flushes) == (1, 0)
+    assert fleet.events[0] == ["pause", "resume"] * (len(answers) - 2) + WHOLE
+    assert (one.flushes, other.flushes) == (1, 0)
     # The old version's name is not for the new weights, not even for a moment.
-    assert (engines[0].names, engines[1].names) == (["loading-7"], [])
+    assert (one.names, other.names) == (["loading-7"], [])
 
 
-async def test_a_rank_that_joins_or_is_drained_is_not_waited_for(
-    engines: tuple[Engine, Engine],
-) -> None:
-    fleet = Fleet(*engines)
-    async with engines[0].serve():
+async def test_a_rank_that_joins_or_is_drained_is_not_waited_for(fleet: Fleet) -> None:
+    async with fleet.engines[0].serve():
         fleet.change(Ranks.of(2).with_state(1, "joining"))
         await update(fleet)
-        assert fleet.clients[1].events == []
+        assert fleet.events[1] == []
         fleet.change(Ranks.of(2))
         updating = update(fleet)
-        await until(lambda: fleet.clients[1].events.count("resume") > 1)
+        await until(lambda: fleet.events[1].count("resume") > 1)
         fleet.change(Ranks.of(2).with_state(1, "draining").with_state(1, "drained"))
         await updating
-        seen = list(fleet.clients[1].events)
+        seen = list(fleet.events[1])
         await update(fleet)
-    assert fleet.clients[0].events == WHOLE * 3 and fleet.clients[1].events == seen
+    assert fleet.events == [WHOLE * 3, seen]
 
 
+@pytest.mark.parametrize("answers", [True, False], ids=["has it", "does not answer"])
 async def test_a_repair_updates_only_the_ranks_without_the_version(
-    engines: tuple[Engine, Engine],
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    fleet = Fleet(*engines)
-    engines[0].loaded = [{"weight_version": "7"}]
-    async with engines[0].serve(), engines[1].serve():
-        await update(fleet, how="repair")
-    assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
-
-
-async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
-    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet = Fleet(*engines)
-
-    async def away() -> Any:
-        raise ServiceUnavailable("rank 0 does not answer")
-
-    monkeypatch.setattr(fleet.clients[0], "run_info", away)
-    async with engines[0].serve(), engines[1].serve():
-        with pytest.raises(ServiceUnavailable):
+    """One that does not answer keeps no other from its weights."""
+    if answers:
+        fleet.engines[0].loaded = [{"weight_version": "7"}]
+    else:
+        away = AsyncMock(side_effect=ServiceUnavailable("rank 0 does not answer"))
+        monkeypatch.setattr(fleet.clients[0], "run_info", away)
+    async with fleet.serving():
+        with nullcontext() if answers else pytest.raises(ServiceUnavailable):
             await update(fleet, how="repair")
-    assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
+    assert fleet.events == [[], WHOLE]
 
 
 async def test_a_folder_that_engines_find_damaged_is_written_anew(
-    engines: tuple[Engine, Engine], tmp_path: Path
+    fleet: Fleet, tmp_path: Path
 ) -> None:
     folder = tmp_path / "v7"
     written: list[int] = []
@@ -307,17 +295,16 @@ async def test_a_folder_that_engines_find_damaged_is_written_anew(
 
     write()
     (folder / "model.safetensors").write_bytes(b"strange")
-    engines[0].answers = [400, 200]
-    engines[0].says = "the weights are damaged"
-    fleet = Fleet(*engines)
+    engine = fleet.engines[0]
+    engine.answers, engine.says = [400, 200], "the weights are damaged"
     new = NewWeights(7, 3, folder, write=write, buckets=lambda: iter(()))
-    async with engines[0].serve(), engines[1].serve():
+    async with fleet.serving():
         await update(fleet, new=new)
     assert len(written) == 2 and (tmp_path / "damaged-v7").is_dir()
-    assert fleet.clients[0].events == ["pause", "resume", *WHOLE]
+    assert fleet.events[0] == ["pause", "resume", *WHOLE]
     # A refusal of whole weights is no reason to write them again.
-    engines[0].answers = [400]
-    async with engines[0].serve(), engines[1].serve():
+    engine.answers = [400]
+    async with fleet.serving():
         with fails_with(TrainingError, "version 7"):
             await update(fleet, new=new)
     assert len(written) == 2

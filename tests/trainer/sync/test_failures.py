@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -46,8 +48,10 @@ class Told(EngineClient):
         self.posts.append((path, body))
         return {}
 
-    def bodies(self, path: str) -> list[dict[str, Any]]:
-        return [body for posted, body in self.posts if posted == path]
+    @property
+    def backends(self) -> list[str]:
+        """Of the groups that it was told to be in."""
+        return [body["backend"] for _, body in self.posts if "backend" in body]
 
 
 class Meeting:
@@ -92,8 +96,7 @@ async def test_where_nccl_has_never_worked_weights_go_by_gloo(
     for _ in range(2):
         await way.open([engine])
         await way.send([engine], BUCKET, "loading-1")
-    built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
-    assert built == ["nccl", "gloo"]
+    assert engine.backends == ["nccl", "gloo"]
     (said,) = [record.getMessage() for record in caplog.records]
     assert torch.__version__ in said
 
@@ -108,8 +111,7 @@ async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     with fails_with(EngineUnavailable, "NCCL error"):
         await way.send([engine], BUCKET, "loading-1")
     await way.open([engine])
-    built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
-    assert built == ["nccl", "nccl"]
+    assert engine.backends == ["nccl", "nccl"]
 
 
 async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None:
@@ -145,9 +147,6 @@ async def test_an_unreadable_answer_of_an_engine_counts_as_unavailable(
         await (client.fetch_info() if path == "/server_info" else client.checksums())
 
 
-# -- one try ----------------------------------------------------------------------------------
-
-
 class Proxy:
     """A rank's, whose pause may fail."""
 
@@ -163,63 +162,61 @@ class Proxy:
     async def resume(self) -> None: ...
 
 
-class Session:
-    async def close(self) -> None: ...
+Attempt: TypeAlias = Callable[..., UpdateAttempt]
 
 
-def attempt(
-    monkeypatch: pytest.MonkeyPatch, engine: Told, proxy: Proxy, load_timeout: float = 5
-) -> UpdateAttempt:
-    """One of a rank alone."""
-    monkeypatch.setattr(bucketed, "EngineClient", lambda *_, **__: engine)
-    monkeypatch.setattr(bucketed, "control_session", lambda key: Session())
-    monkeypatch.setattr(bucketed, "engine_url", lambda *_: engine.url)
-    sync = BucketSync(
-        lambda work, timeout: asyncio.run(work),
-        GroupTransport(timeout=5),
-        load_timeout=load_timeout,
-        dtype="bfloat16",
-    )
-    lost = EngineUnavailable("the weights cannot be read")
-    new = NewWeights(7, 1, Path("v7"), lambda: None, lambda: (_ for _ in ()).throw(lost))
-    ranks = cast(RankClients, SimpleNamespace(clients={0: proxy}))
-    return UpdateAttempt(sync, ranks, new, alone=True)
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    """Make a try of one rank alone."""
+
+    def made(engine: Told, proxy: Proxy | None = None, load_timeout: float = 5) -> UpdateAttempt:
+        monkeypatch.setattr(bucketed, "EngineClient", lambda *_, **__: engine)
+        monkeypatch.setattr(bucketed, "control_session", lambda key: AsyncMock())
+        monkeypatch.setattr(bucketed, "engine_url", lambda *_: engine.url)
+        sync = BucketSync(
+            lambda work, timeout: asyncio.run(work),
+            GroupTransport(timeout=5),
+            load_timeout=load_timeout,
+            dtype="bfloat16",
+        )
+        lost = EngineUnavailable("the weights cannot be read")
+        new = NewWeights(7, 1, Path("v7"), lambda: None, Mock(side_effect=lost))
+        ranks = cast(RankClients, SimpleNamespace(clients={0: proxy or Proxy()}))
+        return UpdateAttempt(sync, ranks, new, alone=True)
+
+    return made
 
 
-def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone(attempt: Attempt) -> None:
     """Its pause is refused; the session that is open in the engine is not its own."""
     engine, proxy = Told(embedded=True), Proxy()
     proxy.failure = Conflict("another trainer has taken over")
     with fails_with(Conflict, "taken over"):
-        attempt(monkeypatch, engine, proxy).run([0])
+        attempt(engine, proxy).run([0])
     assert engine.posts == []
 
 
-def test_an_update_that_fails_closes_its_session_on_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_update_that_fails_closes_its_session_on_the_engine(attempt: Attempt) -> None:
     engine = Told(embedded=True)
     with fails_with(EngineUnavailable, "cannot be read"):
-        attempt(monkeypatch, engine, Proxy()).run([0])
+        attempt(engine).run([0])
     assert engine.posts[-1][0] == "/end_weight_update"
 
 
 @pytest.mark.parametrize("error", [NotFound("it has no /begin_weight_update"), TrainingError("no")])
 def test_an_engine_that_cannot_take_an_update_refuses_it_for_good(
-    error: AnyAgentError, monkeypatch: pytest.MonkeyPatch
+    error: AnyAgentError, attempt: Attempt
 ) -> None:
     engine = Told(embedded=True)
     engine.failure = error
-    one = attempt(monkeypatch, engine, Proxy())
+    one = attempt(engine)
     one.run([0])
     assert one.refused[0].message == error.message and not one.done
 
 
-def test_no_stage_of_an_engine_is_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stage_of_an_engine_is_endless(attempt: Attempt) -> None:
     engine = Told(embedded=True)
     engine.hangs = True
-    one = attempt(monkeypatch, engine, Proxy(), load_timeout=0.01)
+    one = attempt(engine, load_timeout=0.01)
     one.run([0])
     assert one.why == "it does not answer" and not one.done
