@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from itertools import chain, repeat
+from unittest.mock import Mock
 
 import pytest
-from aiohttp import web
-from aiohttp.http import StreamWriter
 
 from any_agent.errors import ReplyLost
 from router import rank_health as health
 from router.client_response import ClientResponder
 from tests.router.conftest import StartLab
 from tests.support.proxy import LIMIT, until
-from tests.support.router import Lab, Received, die, never, once_set
+from tests.support.router import Lab, Received, die, never, once_set, refusal
 
 POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
-
-
-# -- the rank dies -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["chunked", "length", "politely"])
@@ -117,9 +113,6 @@ async def test_a_lost_read_is_repeated_once(lab: Lab) -> None:
     assert len(lab.ranks[0].received) == 4
 
 
-# -- the rank is away --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [2, 500_000])
 async def test_a_request_waits_for_its_rank(lab: Lab, size: int) -> None:
     """A long one unread."""
@@ -174,13 +167,13 @@ async def test_requests_under_way_are_bounded(
     await until(lambda: len(lab.ranks[0].received) == 3, "three requests are under way")
     # One key leaves a place for others, ...
     refused = await lab.post("/v1/x", {}, key)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_of_key")
+    assert refusal(refused) == (429, "too_many_of_key")
     assert refused.headers["retry-after"] == "2"
     # ... and all keys together as many as there are.
     calls.append(asyncio.create_task(lab.post("/v1/x", {}, lab.key(0))))
     await until(lambda: len(lab.ranks[0].received) == 4, "four requests are under way")
     refused = await lab.post("/v1/x", {}, lab.key(0))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
+    assert refusal(refused) == (503, "too_many_requests")
     assert refused.headers["retry-after"] == "2"
     go.set()
     assert [(await call).status_code for call in calls] == [200] * 4
@@ -197,9 +190,6 @@ async def test_a_client_that_leaves_waits_no_more(lab: Lab) -> None:
     await lab.restart(lab.ranks[0])
     assert (await lab.post("/v1/y")).status_code == 200
     assert [r.target for r in lab.ranks[0].received] == ["/v1/y"]
-
-
-# -- the client --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -279,53 +269,20 @@ async def test_a_body_that_comes_too_slowly_or_not_at_all_reaches_no_rank(
     assert [r.target for r in lab.ranks[0].received] == ["/v1/y"]
 
 
-class Transport:
-    """``sizes``: what waits to be taken, each time that somebody looks; then the last for good."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._sizes = sizes
-        self.looks = 0
-        self.aborted = asyncio.Event()
-
-    def get_write_buffer_size(self) -> int:
-        size = self._sizes[min(self.looks, len(self._sizes) - 1)]
-        self.looks += 1
-        return size
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-
-class Request:
-    def __init__(self, transport: Transport | None) -> None:
-        self.transport = transport
-
-
-class Writer:
-    """Drained when its transport is aborted, or when told so."""
-
-    def __init__(self, drained: asyncio.Event) -> None:
-        self._drained = drained
-
-    async def drain(self) -> None:
-        async with asyncio.timeout(60):
-            await self._drained.wait()
-
-
-async def wait_for_client(replies: ClientResponder, transport: Any, drained: asyncio.Event) -> None:
-    request = cast(web.BaseRequest, Request(transport))
-    await replies.drain(request, cast(StreamWriter, Writer(drained)))
-
-
 @pytest.mark.parametrize(
     ("sizes", "looks"), [([100], 2), ([100, 90, 80, 80], 4), ([100, 99, 1, 1], 4)]
 )
 async def test_a_client_is_cut_off_once_it_takes_nothing(sizes: list[int], looks: int) -> None:
-    replies, transport = ClientResponder(timeout=0.01), Transport(sizes)
-    await wait_for_client(replies, transport, transport.aborted)
-    assert transport.looks == looks
-    assert replies.cut == 1
+    """``sizes``: what waits to be taken, at each look; then the last for good."""
+    aborted, left = asyncio.Event(), Mock(side_effect=chain(sizes, repeat(sizes[-1])))
+    transport = Mock(get_write_buffer_size=left, abort=aborted.set)
+    replies = ClientResponder(timeout=0.01)
+    async with asyncio.timeout(LIMIT):
+        await replies.drain(Mock(transport=transport), Mock(drain=aborted.wait))
+    assert (left.call_count, replies.cut) == (looks, 1)
 
 
 async def test_a_client_that_has_left_is_not_waited_for() -> None:
-    await wait_for_client(ClientResponder(timeout=60), None, asyncio.Event())
+    async with asyncio.timeout(LIMIT):
+        busy = Mock(drain=asyncio.Event().wait)
+        await ClientResponder(timeout=9000).drain(Mock(transport=None), busy)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 
-import pytest
-
 from any_agent.rundir.registry import publish
 from tests.router.conftest import StartLab
 from tests.support.proxy import LIMIT, until
-from tests.support.router import END, OK, Lab, Received, Wire, once_set, sends
+from tests.support.router import END, OK, Lab, Received, Wire, once_set, says, sends
 
 
 async def get(lab: Lab, *lines: str, target: str = "/v1/x", version: str = "1.1") -> Wire:
@@ -76,15 +74,6 @@ async def test_only_the_clients_address_is_added(lab: Lab) -> None:
     assert lab.signer.client_in(signed.replace("127.0.0.1", "8.8.8.8")) is None
 
 
-async def test_cookies_of_one_client_are_not_anothers(lab: Lab) -> None:
-    lab.ranks[0].handler = sends(
-        OK.replace(b"{}", b"").replace(b"h: 2", b"h: 0\r\nSet-Cookie: who=me; Path=/")
-    )
-    assert "who=me" in await (await get(lab)).head()
-    await (await get(lab)).head()
-    assert not lab.ranks[0].received[1].values("cookie")
-
-
 async def test_what_the_page_guard_reads_arrives_as_it_came(start_lab: StartLab) -> None:
     lab = await start_lab("server.admin_key=operator-secret")
     sent = {"Host": "app.example", "Origin": "https://page.example", "Sec-Fetch-Site": "cross-site"}
@@ -97,13 +86,7 @@ async def test_what_a_rank_answers_passes_as_it_is(lab: Lab) -> None:
     """Its errors, and redirects, which are the client's to follow."""
     where = {"Location": f"{lab.ranks[0].url}/elsewhere"}
     for status, headers in ((429, {"Retry-After": "7"}), (307, where)):
-
-        async def handler(
-            received: Received, status: int = status, headers: dict[str, str] = headers
-        ) -> None:
-            await received.answer({"error": {"code": "x"}}, status=status, headers=headers)
-
-        lab.ranks[0].handler = handler
+        lab.handle(says({"error": {"code": "x"}}, status=status, headers=headers))
         response = await lab.post("/v1/chat/completions", {})
         assert (response.status_code, response.json()) == (status, {"error": {"code": "x"}})
         assert headers.items() <= {k.title(): v for k, v in response.headers.items()}.items()
@@ -251,15 +234,6 @@ async def test_calls_at_once_have_no_limit(lab: Lab) -> None:
     for _ in range(10):
         await lab.post("/v1/x", {})
     assert lab.ranks[0].connections == 150, "connections are kept"
-
-
-async def test_the_environments_proxy_is_not_used(
-    start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    assert "200" in await (await get(await start_lab())).head()
 
 
 async def test_a_rank_may_answer_before_it_has_the_whole_body(lab: Lab) -> None:

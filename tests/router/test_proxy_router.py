@@ -26,7 +26,7 @@ from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.real_parts import await_url, environment
-from tests.support.router import FakeRank, Received
+from tests.support.router import FakeRank, Received, refusal
 from tests.support.scripted_engine import ScriptedEngine
 
 ADMIN = "operator-secret-4711"
@@ -166,8 +166,7 @@ async def test_an_encoded_body_goes_nowhere(rank: FakeRank) -> None:
             headers = {"Content-Encoding": encoding}
             body = gzip.compress(b"A" * 100_000)
             refused = await http.post("/v1/chat/completions", content=body, headers=headers)
-            assert refused.status_code == 415
-            assert refused.json()["error"]["code"] == "unsupported_encoding"
+            assert refusal(refused) == (415, "unsupported_encoding")
         assert not rank.received
         headers = {"Content-Encoding": "identity"}
         taken = await http.post("/v1/chat/completions", content=b"{}", headers=headers)

@@ -267,6 +267,12 @@ class Lab:
             if rank.up and rank.number not in self.silent:
                 publish(self.registry, rank.entry())
 
+    def handle(self, *handlers: Handler) -> None:
+        """Have the ranks answer by these, in their order; by one alone, all of them."""
+        each = handlers if len(handlers) > 1 else handlers * len(self.ranks)
+        for rank, handler in zip(self.ranks, each, strict=True):
+            rank.handler = handler
+
     async def restart(self, rank: FakeRank) -> None:
         await rank.start()
         self.tell()
@@ -274,6 +280,11 @@ class Lab:
 
 def bearer(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key is not None else {}
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    """The status and the code of an error."""
+    return response.status_code, response.json()["error"]["code"]
 
 
 @dataclass

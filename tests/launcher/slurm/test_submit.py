@@ -23,11 +23,6 @@ Submit = Callable[..., int]
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    return Programs(tmp_path / "slurm", monkeypatch)
-
-
-@pytest.fixture
 def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Submit:
     """Submit with these arguments, of a run with an admin key; the exit code."""
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", KEY)

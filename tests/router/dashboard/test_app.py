@@ -304,8 +304,7 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
 
 async def test_a_rank_that_is_away_is_named(start_lab: StartLab) -> None:
     lab = await start_lab(KEYS, ranks=2)
-    for each in lab.ranks:
-        each.handler = rank
+    lab.handle(rank)
     await log_in(lab)
     await lab.ranks[1].kill()
     lab.router.ranks.mark_failed(1)
