@@ -55,6 +55,11 @@ class Workflow:
 def two(item, session, more): ...
 """
 
+
+def put_items(path: Path, *items: dict[str, object]) -> None:
+    path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+
+
 Ended: TypeAlias = tuple[int, str, str]
 Eval: TypeAlias = Callable[..., Awaitable[Ended]]
 
@@ -65,8 +70,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here = tmp_path / "mine"
     here.mkdir()
     (here / "counting_eval_agent.py").write_text(AGENT)
-    lines = [{"question": f"what is {n}?", "task_id": f"t{n}"} for n in range(3)]
-    (here / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    items = [{"question": f"what is {n}?", "task_id": f"t{n}"} for n in range(3)]
+    put_items(here / "items.jsonl", *items)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for module in ("counting_eval_agent", "my_agent"):
@@ -137,7 +142,7 @@ async def test_the_agent_of_the_page_prints_what_the_page_shows(
     source = text.partition("```python\n")[2].partition("```")[0]
     (folder / "my_agent.py").write_text(source)
     item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": ""}
-    (folder / "test.jsonl").write_text(json.dumps(item) + "\n")
+    put_items(folder / "test.jsonl", item)
     ended, out, err = await evaluate("-n", "4", agent="my_agent.MathAgent", data="test.jsonl")
     assert (ended, err) == (0, "")
     shown = text.partition("```text\n")[2].partition("```")[0].splitlines()
@@ -162,8 +167,7 @@ async def test_options_choose_the_agents_arguments_the_items_and_the_figures(
 async def test_failed_runs_are_left_out_or_count_with_the_reward_given_for_them(
     served: Served, evaluate: Eval, folder: Path
 ) -> None:
-    items = [{"question": "fine"}, {"question": "bad", "fails": True}]
-    (folder / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    put_items(folder / "two.jsonl", {"question": "fine"}, {"question": "bad", "fails": True})
     code, out, _ = await evaluate("-n", "2", data="two.jsonl")
     assert code == 1
     assert "failed    2 runs failed (2 agent_failed): left out" in out
@@ -172,7 +176,7 @@ async def test_failed_runs_are_left_out_or_count_with_the_reward_given_for_them(
     assert code == 0
     assert "count as 0" in out
     assert await states(served) == ["aborted"] * 4 + ["evaluated"] * 4
-    (folder / "one.jsonl").write_text(json.dumps({"question": "?", "waits": True}) + "\n")
+    put_items(folder / "one.jsonl", {"question": "?", "waits": True})
     code, out, _ = await evaluate("--timeout", "0.3", data="one.jsonl")
     assert code == 1 and "1 runs failed (1 agent_timeout)" in out
 
@@ -240,8 +244,7 @@ async def test_a_version_that_is_not_served_is_refused(
 async def test_an_interrupted_evaluation_aborts_what_runs_and_keeps_what_is_done(
     served: Served, folder: Path, number: signal.Signals, code: int
 ) -> None:
-    items = [{"question": "fine"}, {"question": "waits", "waits": True}]
-    (folder / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    put_items(folder / "two.jsonl", {"question": "fine"}, {"question": "waits", "waits": True})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "any_agent.cli", "eval", "--data", "two.jsonl"),
         *("--agent", "counting_eval_agent.Counting", "--out", "runs.jsonl"),

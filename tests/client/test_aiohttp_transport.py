@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import TypeAlias
 
 import aiohttp
@@ -18,51 +18,13 @@ from any_agent.client import aiohttp_transport as many_requests
 from any_agent.client.aiohttp_transport import AiohttpTransport, Response, tls_context
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
+from tests.support.proxy import until
+from tests.support.router import FakeRank, Received, never
 
-Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
 
 
-class Server:
-    """Answers each connection by a function; counts them."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        self.connections = 0
-        self.requests: list[bytes] = []
-        self.asked = asyncio.Event()
-        self.url = ""
-
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[Server]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield self
-        finally:
-            server.close()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            await self._handler(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            return
-        finally:
-            writer.close()
-
-    async def request(self, reader: asyncio.StreamReader) -> bytes:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = 0
-        for line in head.split(b"\r\n"):
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.partition(b":")[2])
-        self.requests.append(head + await reader.readexactly(length))
-        self.asked.set()
-        return self.requests[-1]
-
-
-Saying: TypeAlias = Callable[..., Awaitable[Server]]
+Saying: TypeAlias = Callable[..., Awaitable[FakeRank]]
 
 
 @pytest.fixture
@@ -70,19 +32,19 @@ async def saying() -> AsyncIterator[Saying]:
     """A server that answers every request with these parts, one after the other."""
     async with AsyncExitStack() as stack:
 
-        async def make(*parts: bytes, close: bool = False) -> Server:
-            async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                while True:
-                    await server.request(reader)
-                    for part in parts:
-                        writer.write(part)
-                        await writer.drain()
-                        await asyncio.sleep(0.001)
-                    if close:
-                        return
+        async def make(*parts: bytes, close: bool = False) -> FakeRank:
+            async def handler(received: Received) -> None:
+                for part in parts:
+                    await asyncio.sleep(0.001)
+                    await received.send(part)
+                if close:
+                    received.writer.close()
 
-            server = Server(handler)
-            return await stack.enter_async_context(server.serve())
+            server = FakeRank()
+            server.handler = handler if parts or close else never
+            await server.start()
+            stack.push_async_callback(server.kill)
+            return server
 
         yield make
 
@@ -108,9 +70,9 @@ async def test_requests_one_after_another_use_one_connection(
         answer = await ask(http, f"{server.url}/x?y=1", "POST", "{}")
         assert (answer.status_code, answer.content, answer.headers["x-a"]) == (200, b"ok", "1")
     assert server.connections == 1
-    head, _, body = server.requests[0].partition(b"\r\n\r\n")
-    assert head.startswith(b"POST /x?y=1 HTTP/1.1\r\n") and b"\r\na: b\r\n" in head
-    assert body == b"{}"
+    first = server.received[0]
+    assert (first.method, first.target, first.body) == ("POST", "/x?y=1", b"{}")
+    assert first.values("a") == ["b"]
 
 
 PIECES: list[tuple[list[bytes], bytes]] = [
@@ -190,37 +152,36 @@ async def test_a_malformed_url_or_header_is_refused(saying: Saying, http: Aiohtt
     server = await saying(OK)
     with pytest.raises(httpx.LocalProtocolError):
         await http.request("GET", server.url, headers={"a": "b\r\nc: d"}, timeout=1.0)
-    assert not server.requests
+    assert not server.received
 
 
 async def test_connections_are_few_however_many_ask(
-    http: AiohttpTransport, monkeypatch: pytest.MonkeyPatch
+    saying: Saying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those that wait there leave some to the others."""
     monkeypatch.setattr(many_requests, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(many_requests, "MAX_POLLS", 2)
     few = AiohttpTransport(timeout=5.0, bounded=True)
     answered = asyncio.Event()
+    server = await saying(OK)
 
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            if b"GET /poll" in await server.request(reader):
-                await answered.wait()
-            writer.write(OK)
+    async def handler(received: Received) -> None:
+        if received.target == "/poll":
+            await answered.wait()
+        await received.send(OK)
 
-    server = Server(handler)
-    async with server.serve():
-        polls = [
-            asyncio.create_task(few.request("GET", f"{server.url}/poll", headers={}, timeout=9.0))
-            for _ in range(8)
-        ]
-        for _ in range(3):
-            await asyncio.gather(*(ask(few, server.url) for _ in range(20)))
-        assert sum(b"GET /poll" in request for request in server.requests) == 2
-        answered.set()
-        await asyncio.gather(*polls)
-        assert server.connections <= 4
-        await few.aclose()
+    server.handler = handler
+    polls = [
+        asyncio.create_task(few.request("GET", f"{server.url}/poll", headers={}, timeout=9.0))
+        for _ in range(8)
+    ]
+    for _ in range(3):
+        await asyncio.gather(*(ask(few, server.url) for _ in range(20)))
+    assert sum(received.target == "/poll" for received in server.received) == 2
+    answered.set()
+    await asyncio.gather(*polls)
+    assert server.connections <= 4
+    await few.aclose()
 
 
 async def test_a_request_that_is_cancelled_leaves_nothing(
@@ -228,7 +189,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing(
 ) -> None:
     silent = await saying()
     task = asyncio.create_task(ask(http, silent.url))
-    await silent.asked.wait()
+    await until(lambda: silent.received)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -338,18 +299,11 @@ async def test_a_session_of_the_caller_keeps_its_own_authorities() -> None:
     assert AiohttpTransport().context(URL("https://service")) is tls_context()
 
 
-async def test_a_compressed_body_is_decoded_by_the_client() -> None:
+async def test_a_compressed_body_is_decoded_by_the_client(saying: Saying) -> None:
     packed = gzip.compress(b"x" * 1000)
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b"HTTP/1.1 200 OK\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Encoding: gzip\r\n"
-        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(packed) + packed)
-
-    async with (
-        await asyncio.start_server(answer, "127.0.0.1", 0) as server,
-        httpx.AsyncClient(transport=AiohttpTransport()) as http,
-    ):
-        response = await http.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    head = b"HTTP/1.1 200 OK\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Encoding: gzip\r\n"
+    server = await saying(head + b"Content-Length: %d\r\n\r\n" % len(packed) + packed)
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
+        response = await http.get(server.url)
     assert response.text == "x" * 1000
     assert response.headers.get_list("x-twice") == ["1", "2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,11 @@ from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from tests.support.middleman import between
 from tests.support.ports import own_port
-from tests.support.real_parts import embedded_engine
 
 pytestmark = pytest.mark.service
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
 Laws = dict[tuple[str, str], Verdict]
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("engine")
-    with embedded_engine(tiny_model_dir, own_port(), folder) as url:
-        yield url
 
 
 @pytest.fixture

@@ -40,13 +40,11 @@ def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def running(
-    config: Path, *arguments: str, port: int = 0
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def running(config: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A router on a port that stays reserved, as the launcher's does; and its URL."""
     log = config.parent / "router.log"
     with closing(reserve("127.0.0.1", 0)) as reserved, open(log, "wb") as out:
-        port = port or reserved.getsockname()[1]
+        port = reserved.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         process = subprocess.Popen(
             command(config, "--host", "127.0.0.1", "--port", str(port), *arguments),
@@ -88,13 +86,6 @@ def test_the_router_process_ends_when_it_is_told_to(config: Path, number: signal
         process.send_signal(number)
         assert process.wait(60) == 0
     assert "Traceback" not in (config.parent / "router.log").read_text()
-
-
-def test_the_router_process_comes_back_on_its_port_after_a_kill(config: Path) -> None:
-    with closing(reserve("127.0.0.1", 0)) as reserved:
-        for _ in range(3):
-            with running(config, port=reserved.getsockname()[1]):
-                pass
 
 
 def test_the_router_process_tells_its_public_url(config: Path) -> None:

@@ -24,7 +24,6 @@ from any_agent.protocol.rl import SessionStarted
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
-from any_agent.types import SessionState
 from proxy_ext.server import entry_of
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
@@ -217,28 +216,3 @@ async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFo
             for id in own["alice"]:
                 with pytest.raises(NotFound):
                     await client.session_info(id)
-
-
-async def test_requests_that_name_a_session_take_effect_at_its_own_rank(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
-) -> None:
-    sessions = [await opened(http) for _ in range(3)]
-    ranks = [rank_of_session(session.session_id) for session in sessions]
-    assert set(ranks) == {0, 1}
-    for session in sessions:
-        assert (await client.heartbeat(session)).session_id == session.session_id
-        await call(client, session)
-        await client.finalize(session.api_key, await_reward=True)
-        await client.set_reward(session.api_key, {"correct": 1})
-        assert (await client.finalize(session.api_key)).state == "finalized"
-    for session in sessions[:2]:
-        info = await client.veto_session(session.session_id, "by a test")
-        assert (info.state, info.reason) == ("rejected", "vetoed: by a test")
-    for session in sessions:
-        info = await client.delete_session(session.session_id)
-        assert (info.state, info.content) == ("rejected", "deleted")
-        details = await client.session_details(session.session_id)
-        assert [(r.name, r.value) for r in details.reward_history] == [("correct", 1)]
-    for rank, proxy in pair.proxies.items():
-        counts = proxy.service.sessions.counts
-        assert counts.now["train", SessionState.REJECTED] == ranks.count(rank)

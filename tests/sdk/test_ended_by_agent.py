@@ -78,9 +78,6 @@ async def test_a_session_ended_by_another_client_is_seen_as_ended(here: Served) 
     assert (info["state"], info["reason"]) == ("aborted", "no good")
 
 
-# -- many of them ----------------------------------------------------------------------------------
-
-
 async def test_a_runner_accepts_agents_that_finalize_their_own_sessions(here: Served) -> None:
     agent = Finisher()
     results = await AgentRunner(progress=False).run(agent.run, ["Say 1.", "Say 2."])

@@ -185,12 +185,8 @@ async def test_too_many_failures_in_a_row_end_the_run(served: Served) -> None:
 
 async def test_a_missing_reward_is_a_given_one_or_awaited(served: Served) -> None:
     async with asker() as one:
-
-        async def agent(item: dict[str, Any]) -> None:
-            await one.ask(item)
-
-        zero = await runner(missing_reward=0.0).arun(agent, ITEMS[:1])
-        late = await runner(missing_reward="await").arun(agent, ITEMS[:1])
+        zero = await runner(missing_reward=0.0).arun(one.run, ITEMS[:1])
+        late = await runner(missing_reward="await").arun(one.run, ITEMS[:1])
     assert [(r.state, r.reward) for r in zero] == [("finalized", 0.0)] * 2
     assert [(r.state, r.reward) for r in late] == [("awaiting_reward", None)] * 2
     assert len(await leased(served.proxy)) == 2
