@@ -11,7 +11,6 @@ from typing import TypeAlias
 import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 from yarl import URL
 
 from any_agent.client import aiohttp_transport as many_requests
@@ -197,59 +196,47 @@ async def test_a_request_that_is_cancelled_leaves_nothing(
     assert not http.session.connector._acquired
 
 
-class Counting:
-    """A server that answers when as many requests as it waits for are there."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.together = 1
-        self.running = 0
-        self.peers: list[object] = []
-        self._all = asyncio.Event()
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        assert request.transport is not None
-        self.peers.append(request.transport.get_extra_info("peername"))
-        self.running += 1
-        if self.running >= self.together:
-            self._all.set()
-        await self._all.wait()
-        if request.path != "/long":
-            return web.Response(text=request.path)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in range(1000):
-            await response.write(b"x" * 10_000)
-        return response
+async def echo(received: Received) -> None:
+    """Say the path that was asked for."""
+    text = URL(received.target).path.encode()
+    await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Counting]:
-    server = Counting()
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+async def server(saying: Saying) -> FakeRank:
+    server = await saying(OK)
+    server.handler = echo
+    return server
 
 
-async def test_requests_do_not_wait_for_each_other(server: Counting) -> None:
-    server.together = 150
+async def test_requests_do_not_wait_for_each_other(server: FakeRank) -> None:
+    count = 150
+
+    async def all_at_once(received: Received) -> None:
+        await until(lambda: len(server.received) >= count)
+        await echo(received)
+
+    async def long(received: Received) -> None:
+        await received.begin()
+        for _ in range(1000):
+            await received.chunk(b"x" * 10_000)
+
+    server.handler = all_at_once
     async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
-        urls = [f"{server.url}/{k}" for k in range(server.together)]
-        answers = await asyncio.gather(*map(http.get, urls))
-        assert [answer.text for answer in answers] == [f"/{k}" for k in range(server.together)]
-        assert len(set(server.peers)) == server.together
+        answers = await asyncio.gather(*(http.get(f"{server.url}/{k}") for k in range(count)))
+        assert [answer.text for answer in answers] == [f"/{k}" for k in range(count)]
+        assert server.connections == count
         # A body that is left holds nothing.
-        async with http.stream("GET", f"{server.url}/long") as response:
+        server.handler = long
+        async with http.stream("GET", server.url) as response:
             async for _ in response.aiter_raw():
                 break
+        server.handler = echo
         assert (await http.get(f"{server.url}/a")).text == "/a"
 
 
 async def test_proxies_of_the_environment_are_used_if_they_are_trusted(
-    server: Counting, monkeypatch: pytest.MonkeyPatch
+    server: FakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)

@@ -146,9 +146,7 @@ async def test_an_error_is_raised_as_its_class_and_once() -> None:
     assert len(seen) == 1
 
 
-async def test_patience_asks_again_while_there_is_no_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_patience_asks_again_while_there_is_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     async def no_sleep(seconds: float) -> None:
@@ -171,10 +169,7 @@ ONCE = {
     "finalize": lambda c: c.finalize("k", 1.0),
 }
 """Calls that must not happen twice."""
-LOST = {
-    "connection": httpx.ReadError("lost"),
-    "rank": refused(502, "reply_lost"),
-}
+LOST = {"connection": httpx.ReadError("lost"), "rank": refused(502, "reply_lost")}
 
 
 @pytest.mark.parametrize("call", ONCE.values(), ids=ONCE)

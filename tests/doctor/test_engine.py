@@ -102,10 +102,7 @@ def endless(body: dict[str, Any]) -> None:
 
 
 FAULTS: dict[str, tuple[dict[str, Change], set[tuple[str, str]]]] = {
-    "it truncates": (
-        {"asked": halve},
-        {("input", "long prompt"), ("input", "too long a prompt")},
-    ),
+    "it truncates": ({"asked": halve}, {("input", "long prompt"), ("input", "too long a prompt")}),
     "it hides what it leaves out": (
         {"asked": cut, "answered": claim},
         {("logprobs", "forward pass, long prompt"), ("input", "too long a prompt")},

@@ -65,12 +65,11 @@ async def test_bodies_over_the_limit_reach_no_rank(start_lab: StartLab) -> None:
             response = await lab.http.post(path, content=content)
             assert refusal(response) == (413, "payload_too_large")
         for announced, sent in (
-            ("Transfer-Encoding: chunked", b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n"),
-            ("Expect: 100-continue\r\nContent-Length: 100001", b""),
+            (["Transfer-Encoding: chunked"], b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n"),
+            (["Expect: 100-continue", "Content-Length: 100001"], b""),
         ):
-            wire = await lab.connect()
-            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{announced}\r\n\r\n"
-            await wire.send(head.encode() + sent)
+            wire = await lab.raw(f"POST {path}", *announced)
+            await wire.send(sent)
             assert " 413 " in await wire.head()
     assert not lab.ranks[0].received
     for content in (b"x" * 100_000, _parts(2)):
@@ -120,10 +119,8 @@ async def test_nobody_waits_for_the_body_of_a_stranger(
     if headers is AGENTS:
         size = 1_000_000
         headers = {"authorization": f"Bearer {lab.key(0)}"}
-    named = {"Host": "localhost", "Content-Length": size, **headers}
-    lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in named.items())]
-    wire = await lab.connect()
-    await wire.send("\r\n".join([*lines, "", "{"]).encode())
+    named = {"Content-Length": size, **headers}
+    _wire = await lab.raw(f"POST {path}", *(f"{k}: {v}" for k, v in named.items()))
     await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
 
 
@@ -297,7 +294,7 @@ async def test_a_stop_ends_requests_that_do_not_end_by_themselves(
     lab.ranks[0].handler = never
     async with asyncio.timeout(60), serving(lab.config) as (_, port):
         lab.port = port
-        wire = await (await lab.connect()).send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wire = await lab.raw()
         await until(lambda: lab.ranks[0].received, "the call is under way")
     assert (await wire.rest())[0] == b""
     assert lab.ranks[0].left.is_set()

@@ -8,8 +8,6 @@ from any_agent.rundir.registry import Registry
 from tests.support.proxy import until
 from tests.support.router import END, Lab, Received, never, refusal, refuses, says
 
-POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
-
 
 async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab) -> None:
     go = asyncio.Event()
@@ -22,7 +20,7 @@ async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab)
         await received.send(END)
 
     lab.ranks[0].handler = answer
-    wire = await (await lab.connect()).send(POST)
+    wire = await lab.raw("POST /v1/x", body=b"{}")
     await wire.head()
     drained = asyncio.create_task(lab.router.drain(30))
     await until(lambda: lab.router.draining)
@@ -54,8 +52,7 @@ async def test_a_draining_router_says_that_it_stops(lab: Lab) -> None:
 
 async def test_an_answer_that_never_ends_is_awaited_only_until_the_deadline(lab: Lab) -> None:
     lab.ranks[0].handler = never
-    wire = await lab.connect()
-    await wire.send(POST)
+    _wire = await lab.raw("POST /v1/x", body=b"{}")
     await until(lambda: lab.ranks[0].received)
     await lab.router.drain(0.05)
     assert lab.router.stats.running == 1

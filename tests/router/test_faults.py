@@ -15,8 +15,6 @@ from tests.router.conftest import StartLab
 from tests.support.proxy import LIMIT, until
 from tests.support.router import Lab, Received, die, never, once_set, refusal
 
-POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
-
 
 @pytest.mark.parametrize("how", ["chunked", "length", "politely"])
 async def test_death_amid_an_answer_aborts_the_client(lab: Lab, how: str) -> None:
@@ -35,7 +33,7 @@ async def test_death_amid_an_answer_aborts_the_client(lab: Lab, how: str) -> Non
 
     go = asyncio.Event()
     lab.ranks[0].handler = answer
-    wire = await (await lab.connect()).send(POST)
+    wire = await lab.raw("POST /v1/x", body=b"{}")
     await wire.head()
     begun = b"data: 1\n\n" if how == "length" else b"9\r\ndata: 1\n\n\r\n"
     assert await wire.take(len(begun)) == begun
@@ -92,9 +90,7 @@ async def test_a_lost_reply_says_whether_the_client_may_ask_again(
 async def test_a_session_is_never_opened_twice(lab: Lab, query: str, route: str) -> None:
     """A lost GET is repeated, unless it opens a session; aiohttp would repeat it by itself."""
     lab.ranks[0].handler = die
-    wire = await (await lab.connect()).send(
-        f"GET /rl/v1/{route}?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-    )
+    wire = await lab.raw(f"GET /rl/v1/{route}?{query}")
     assert " 502 " in await wire.head()
     assert len(lab.ranks[0].received) == 1
 
@@ -182,7 +178,7 @@ async def test_requests_under_way_are_bounded(
 
 async def test_a_client_that_leaves_waits_no_more(lab: Lab) -> None:
     await lab.ranks[0].kill()
-    wire = await (await lab.connect()).send(POST)
+    wire = await lab.raw("POST /v1/x", body=b"{}")
     await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
     wire.close()
     await until(lambda: lab.router.ranks.waiting == 0, "it is forgotten")
@@ -201,7 +197,7 @@ async def test_a_client_that_leaves_ends_the_ranks_work(lab: Lab, begun: bool) -
 
     rank = lab.ranks[0]
     rank.handler = answer
-    wire = await (await lab.connect()).send(POST)
+    wire = await lab.raw("POST /v1/x", body=b"{}")
     if begun:
         await wire.head()
     await until(lambda: rank.received, "the rank has the call")
@@ -223,8 +219,7 @@ async def test_a_client_that_takes_nothing_is_cut_off(start_lab: StartLab) -> No
 
     rank = lab.ranks[0]
     rank.handler = answer
-    wire = await lab.connect(receive_buffer=4096)
-    await wire.send(POST)
+    _wire = await lab.raw("POST /v1/x", body=b"{}", receive_buffer=4096)
     async with asyncio.timeout(LIMIT):
         await rank.left.wait()
     assert lab.router.replies.cut == 1
@@ -242,7 +237,7 @@ async def test_a_slow_client_is_served(lab: Lab) -> None:
         await received.send(b"x" * size)
 
     lab.ranks[0].handler = answer
-    wire = await (await lab.connect(receive_buffer=65536)).send(POST)
+    wire = await lab.raw("POST /v1/x", body=b"{}", receive_buffer=65536)
     await wire.head()
     async with asyncio.timeout(LIMIT * 2):
         for _ in range(size // 30_000):
@@ -256,9 +251,8 @@ async def test_a_body_that_comes_too_slowly_or_not_at_all_reaches_no_rank(
     lab = await start_lab("server.client_timeout=1")
     for length in (100, 500_000):
         for leaves in (True, False):
-            wire = await lab.connect()
-            head = f"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
-            await wire.send(head.encode() + b"{")
+            wire = await lab.raw("POST /v1/x", f"Content-Length: {length}")
+            await wire.send(b"{")
             if leaves:
                 await asyncio.sleep(0)
                 wire.close()

@@ -181,12 +181,7 @@ async def test_a_poll_sees_every_rank_and_survives_one(
 
 async def test_a_poller_that_leaves_is_handed_nothing(pair: Lab) -> None:
     shelves = [Shelf(rank) for rank in pair.ranks]
-    wire = await pair.connect()
-    body = b'{"owner": "me", "wait": 60}'
-    await wire.send(
-        b"POST /rl/v1/lease HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-        % (len(body), body)
-    )
+    wire = await pair.raw("POST /rl/v1/lease", body=b'{"owner": "me", "wait": 60}')
     await until(lambda: any(wait > 0 for shelf in shelves for wait in shelf.waits), "it waits")
     wire.close()
     await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the poll is ended")

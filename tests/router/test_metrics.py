@@ -210,8 +210,4 @@ async def test_failures_are_counted_by_their_kind(pair: Lab) -> None:
 def test_merging_takes_nothing_that_is_no_sample() -> None:
     assert merged(
         ["<html>\n# x\nhello 1\n", "#\n# HELP \n# HELP a x\nb 1\na 1\n"]
-    ).splitlines() == [
-        "# HELP ",
-        "# HELP a x",
-        "a 1",
-    ]
+    ).splitlines() == ["# HELP ", "# HELP a x", "a 1"]

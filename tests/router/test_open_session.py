@@ -194,10 +194,7 @@ async def test_a_get_asks_each_rank_once_and_then_waits(pair: Lab) -> None:
 async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
     for rank in pair.ranks:
         slots(rank)
-    wire = await (await pair.connect()).send(
-        b"POST /rl/v1/start_session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\n"
-        b'{"wait": 60}'
-    )
+    wire = await pair.raw(f"POST {START}", body=b'{"wait": 60}')
     await until(lambda: sum(opened(pair)) == 3, "it waits")
     wire.close()
     await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the rank is told")

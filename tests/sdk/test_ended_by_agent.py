@@ -109,18 +109,6 @@ async def test_requests_behind_the_end_of_a_session_change_nothing(
     assert agent.answered == [200, 200]
 
 
-async def test_a_run_that_neither_returns_nor_gives_a_reward_fails(here: Served) -> None:
-    class Silent(Finisher):
-        async def run(self, prompt: str) -> None:
-            async with aiohttp.ClientSession(base_url=os.environ["OPENAI_BASE_URL"]) as http:
-                body = {"model": "x", "messages": [{"role": "user", "content": prompt}]}
-                (await http.post("/v1/chat/completions", json=body)).raise_for_status()
-
-    results = await AgentRunner(progress=False, group_size=1).run(Silent().run, ["Say 1."])
-    assert [(r.state, r.code) for r in results] == [("failed", "no_reward")]
-    assert await here.state(results[0].session_id or "") == "aborted"
-
-
 @pytest.mark.parametrize("key", ["sk-proj-1234567890", PLACEHOLDER_KEY, ""])
 async def test_an_agent_may_use_any_key_at_a_service_that_needs_none(
     tmp_path: Path,

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 from openai import AsyncOpenAI
 
 from any_agent import AgentSession
@@ -26,6 +24,7 @@ from any_agent.sdk import find_service
 from any_agent.sdk.http_patches import patches
 from any_agent.sdk.session import AsyncSession
 from tests.support.errors import fails_with
+from tests.support.middleman import between
 from tests.support.sdk.hops import CLIENTS, KEY, Get, Server, in_session
 from tests.support.sdk_fixtures import ADMIN, Serve, Served
 
@@ -232,35 +231,11 @@ async def test_an_agent_finds_its_service_by_the_file_in_its_environment(
     assert await served.state(session.session_id) == "finalized"
 
 
-@asynccontextmanager
-async def place_of(url: str) -> AsyncIterator[str]:
-    """Another place at which the service at a URL is, as long as the block takes."""
-    async with aiohttp.ClientSession() as http:
-
-        async def passed_on(request: web.BaseRequest) -> web.Response:
-            body = await request.read()
-            asked = http.request(
-                request.method, url + str(request.rel_url), data=body, headers=request.headers
-            )
-            async with asked as answer:
-                kept = ("Content-Type", "x-any-agent-api", "Retry-After")
-                headers = {k: v for k, v in answer.headers.items() if k in kept}
-                return web.Response(status=answer.status, body=await answer.read(), headers=headers)
-
-        runner = web.ServerRunner(web.Server(passed_on))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
-
 @pytest.mark.service
 async def test_a_session_goes_on_where_its_service_is(served: Served, place: Path) -> None:
     """Its calls, by clients of before and new ones, its reward and its end."""
     async with AsyncExitStack() as stack:
-        earlier = await stack.enter_async_context(place_of(served.url))
+        earlier = await stack.enter_async_context(between(served.url))
         write(place, earlier)
         url = place.as_uri()
         async with AgentSession("task", url=url, api_key=served.tenant_key) as session:
@@ -268,7 +243,7 @@ async def test_a_session_goes_on_where_its_service_is(served: Served, place: Pat
             await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
             assert session.base_url == f"{earlier}/v1"
             await stack.aclose()
-            later = await stack.enter_async_context(place_of(served.url))
+            later = await stack.enter_async_context(between(served.url))
             write(place, later)
             await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
             assert session.base_url == f"{later}/v1"

@@ -261,6 +261,20 @@ class Lab:
         await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", self.port))
         return Wire(*await asyncio.open_connection(sock=raw))
 
+    async def raw(
+        self,
+        request: str = "GET /v1/x",
+        *lines: str,
+        body: bytes | None = None,
+        version: str = "1.1",
+        receive_buffer: int | None = None,
+    ) -> Wire:
+        """A raw connection on which a request has been sent, with these headers."""
+        length = [] if body is None else [f"Content-Length: {len(body)}"]
+        head = [f"{request} HTTP/{version}", "Host: localhost", *lines, *length, "", ""]
+        wire = await self.connect(receive_buffer=receive_buffer)
+        return await wire.send("\r\n".join(head).encode() + (body or b""))
+
     def tell(self) -> None:
         """What the ranks would write to the registry now."""
         for rank in self.ranks:
