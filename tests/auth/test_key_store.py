@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.auth.key_store import (
-    KeptScope,
-    TenantLimits,
-    create_key,
-    read_keys,
-    revoke_key,
-)
+from any_agent.auth.key_store import KeptScope, TenantLimits, create_key, read_keys, revoke_key
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import KEPT_PREFIXES, key_id
 from tests.support.errors import fails_with

@@ -19,7 +19,9 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
-def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_options_and_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "any-agent"
     script.write_text(capsys.readouterr().out)
@@ -46,7 +48,7 @@ def test_each_shell_has_all_commands(capsys: pytest.CaptureFixture[str], shell: 
     assert "REWARD is the sum" not in script
 
 
-def test_a_missing_package_is_named(
+def test_completion_without_its_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)

@@ -20,6 +20,7 @@ from any_agent.sdk.find_service import ServiceAddress
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.sdk_fixtures import Served
 
+ROOT = Path(__file__).parents[2]
 AGENT = """
 import asyncio
 import openai
@@ -54,6 +55,11 @@ class Workflow:
 def two(item, session, more): ...
 """
 
+
+def put_items(path: Path, *items: dict[str, object]) -> None:
+    path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+
+
 Ended: TypeAlias = tuple[int, str, str]
 Eval: TypeAlias = Callable[..., Awaitable[Ended]]
 
@@ -64,8 +70,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here = tmp_path / "mine"
     here.mkdir()
     (here / "counting_eval_agent.py").write_text(AGENT)
-    lines = [{"question": f"what is {n}?", "task_id": f"t{n}"} for n in range(3)]
-    (here / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    items = [{"question": f"what is {n}?", "task_id": f"t{n}"} for n in range(3)]
+    put_items(here / "items.jsonl", *items)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for module in ("counting_eval_agent", "my_agent"):
@@ -94,7 +100,9 @@ async def states(served: Served) -> list[str]:
 
 
 @pytest.mark.service
-async def test_figures_of_a_running_service(served: Served, evaluate: Eval, folder: Path) -> None:
+async def test_an_evaluation_prints_its_figures_and_is_not_made_twice(
+    served: Served, evaluate: Eval, folder: Path
+) -> None:
     code, out, err = await evaluate("-n", "4", "--json", "figures.json", "--out", "runs.jsonl")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -127,12 +135,14 @@ async def test_figures_of_a_running_service(served: Served, evaluate: Eval, fold
 
 
 @pytest.mark.service
-async def test_the_documents_agent(served: Served, evaluate: Eval, folder: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "eval.md").read_text()
+async def test_the_agent_of_the_page_prints_what_the_page_shows(
+    served: Served, evaluate: Eval, folder: Path
+) -> None:
+    text = (ROOT / "docs" / "how-to" / "eval.md").read_text()
     source = text.partition("```python\n")[2].partition("```")[0]
     (folder / "my_agent.py").write_text(source)
     item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": ""}
-    (folder / "test.jsonl").write_text(json.dumps(item) + "\n")
+    put_items(folder / "test.jsonl", item)
     ended, out, err = await evaluate("-n", "4", agent="my_agent.MathAgent", data="test.jsonl")
     assert (ended, err) == (0, "")
     shown = text.partition("```text\n")[2].partition("```")[0].splitlines()
@@ -141,7 +151,9 @@ async def test_the_documents_agent(served: Served, evaluate: Eval, folder: Path)
     assert [len(line) for line in lines[4:]] == [len(line) for line in shown[5:]]
 
 
-async def test_options_for_the_agent_and_the_items(served: Served, evaluate: Eval) -> None:
+async def test_options_choose_the_agents_arguments_the_items_and_the_figures(
+    served: Served, evaluate: Eval
+) -> None:
     code, out, _ = await evaluate(
         *("-n", "3", "--limit", "1", "--agent-arg", "every=3", "--json", "-", "--k", "3,1")
     )
@@ -152,9 +164,10 @@ async def test_options_for_the_agent_and_the_items(served: Served, evaluate: Eva
     assert figures["reward"]["ci95"] is None
 
 
-async def test_runs_that_fail(served: Served, evaluate: Eval, folder: Path) -> None:
-    items = [{"question": "fine"}, {"question": "bad", "fails": True}]
-    (folder / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+async def test_failed_runs_are_left_out_or_count_with_the_reward_given_for_them(
+    served: Served, evaluate: Eval, folder: Path
+) -> None:
+    put_items(folder / "two.jsonl", {"question": "fine"}, {"question": "bad", "fails": True})
     code, out, _ = await evaluate("-n", "2", data="two.jsonl")
     assert code == 1
     assert "failed    2 runs failed (2 agent_failed): left out" in out
@@ -163,16 +176,12 @@ async def test_runs_that_fail(served: Served, evaluate: Eval, folder: Path) -> N
     assert code == 0
     assert "count as 0" in out
     assert await states(served) == ["aborted"] * 4 + ["evaluated"] * 4
-
-
-async def test_a_run_that_takes_too_long(served: Served, evaluate: Eval, folder: Path) -> None:
-    (folder / "one.jsonl").write_text(json.dumps({"question": "?", "waits": True}) + "\n")
+    put_items(folder / "one.jsonl", {"question": "?", "waits": True})
     code, out, _ = await evaluate("--timeout", "0.3", data="one.jsonl")
-    assert code == 1
-    assert "1 runs failed (1 agent_timeout)" in out
+    assert code == 1 and "1 runs failed (1 agent_timeout)" in out
 
 
-async def test_what_is_refused_before_anything_runs(
+async def test_wrong_input_is_refused_before_anything_runs(
     served: Served, evaluate: Eval, folder: Path
 ) -> None:
     (folder / "broken.jsonl").write_text('{"question": 1}\n{"question":\n')
@@ -198,7 +207,7 @@ async def test_what_is_refused_before_anything_runs(
     assert await states(served) == []
 
 
-async def test_a_service_that_is_not_there_or_takes_no_such_key(
+async def test_a_service_that_is_away_or_refuses_the_key_ends_with_code_3(
     served: Served, evaluate: Eval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ServiceAddress, "patience", 0.1)
@@ -210,7 +219,7 @@ async def test_a_service_that_is_not_there_or_takes_no_such_key(
     assert "sk-tenant.none.such" not in err
 
 
-async def test_a_key_from_a_file(
+async def test_the_key_may_come_from_a_file(
     served: Served, evaluate: Eval, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
@@ -221,7 +230,7 @@ async def test_a_key_from_a_file(
     assert (code, err) == (0, "")
 
 
-async def test_another_version_than_that_which_is_served(
+async def test_a_version_that_is_not_served_is_refused(
     served: Served, evaluate: Eval, engine: ScriptedEngine
 ) -> None:
     code, _, err = await evaluate("--version", "7")
@@ -232,16 +241,16 @@ async def test_another_version_than_that_which_is_served(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.service
-async def test_interrupted(served: Served, folder: Path, number: signal.Signals, code: int) -> None:
-    """What runs is aborted; what is done is in the file, and the same command goes on from it."""
-    items = [{"question": "fine"}, {"question": "waits", "waits": True}]
-    (folder / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+async def test_an_interrupted_evaluation_aborts_what_runs_and_keeps_what_is_done(
+    served: Served, folder: Path, number: signal.Signals, code: int
+) -> None:
+    put_items(folder / "two.jsonl", {"question": "fine"}, {"question": "waits", "waits": True})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "any_agent.cli", "eval", "--data", "two.jsonl"),
         *("--agent", "counting_eval_agent.Counting", "--out", "runs.jsonl"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=_environ(),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
 
     def one_waits() -> bool:
@@ -258,8 +267,3 @@ async def test_interrupted(served: Served, folder: Path, number: signal.Signals,
     assert (process.returncode, out) == (code, b"")
     assert b"Traceback" not in err
     assert await states(served) == ["aborted", "evaluated"]
-
-
-def _environ() -> dict[str, str]:
-    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}

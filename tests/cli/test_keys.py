@@ -55,7 +55,7 @@ def test_a_key_is_shown_once(run: Run, trial: RunDir) -> None:
     assert (trial.path / "audit").stat().st_mode & 0o777 == 0o700
 
 
-def test_json(run: Run, trial: RunDir) -> None:
+def test_keys_are_made_listed_and_revoked_as_json(run: Run, trial: RunDir) -> None:
     limits = ["--open-sessions", "4", "--requests-per-second", "2.5"]
     code, out, _ = run(
         "create", "--scope", "tenant", "--tenant", "a", *limits, "--expires-in", "2h", "--json"
@@ -71,7 +71,7 @@ def test_json(run: Run, trial: RunDir) -> None:
     assert read_keys(trial.keys).find(made["key"]) is None
 
 
-def test_revoking(run: Run) -> None:
+def test_a_key_is_revoked_once_and_the_last_admin_key_with_a_warning(run: Run) -> None:
     _, key, _ = run("create", "--scope", "admin")
     id = key_id(key.strip())
     assert id is not None
@@ -106,7 +106,7 @@ def test_a_mistyped_trial_gets_no_key(
     assert not (tmp_path / "u" / "e" / "tt").exists()
 
 
-def test_no_such_trial(run: Run, trial: RunDir) -> None:
+def test_a_trial_that_is_not_there_is_refused_and_not_made(run: Run, trial: RunDir) -> None:
     for command in (("list",), ("revoke", "00000000"), ("rotate",)):
         code, _, err = run(*command)
         assert code == 1 and f"there is no trial e/t in {trial.path}" in err
@@ -138,7 +138,7 @@ def test_wrong_input_is_refused(run: Run, trial: RunDir) -> None:
     assert not trial.keys.exists()
 
 
-def test_everything_is_audited(run: Run, trial: RunDir) -> None:
+def test_each_change_of_keys_is_audited_without_the_keys(run: Run, trial: RunDir) -> None:
     _, key, _ = run("create", "--scope", "tenant", "--tenant", "alice")
     id = key_id(key.strip())
     run("revoke", str(id))
@@ -155,7 +155,7 @@ def test_everything_is_audited(run: Run, trial: RunDir) -> None:
     assert "sk-" not in text
 
 
-def test_a_trial_that_was_never_started(run: Run, trial: RunDir) -> None:
+def test_who_makes_a_key_is_told_what_it_changes(run: Run, trial: RunDir) -> None:
     err = run("create", "--scope", "admin")[2]
     assert f"has not been started yet: {trial.path};" in err and "--trial" in err
     assert "from now on" not in err
@@ -169,7 +169,7 @@ def test_a_trial_that_was_never_started(run: Run, trial: RunDir) -> None:
     assert "open to everybody" in run("create", "--scope", "trainer")[2]
 
 
-def test_a_file_that_cannot_be_written(run: Run, trial: RunDir) -> None:
+def test_a_key_that_cannot_be_audited_is_not_made(run: Run, trial: RunDir) -> None:
     trial.path.mkdir(parents=True)
     (trial.path / "audit").write_text("in the way")
     code, out, err = run("create", "--scope", "admin")

@@ -46,9 +46,7 @@ def test_a_command_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> N
         assert all(name in said for name in SERVED)
 
 
-def test_whatever_else_imports_what_is_left_out_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_whatever_else_imports_what_is_left_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     def run() -> int:
         import psutil
 

@@ -54,7 +54,9 @@ def folder_in(err: str) -> Path:
 
 
 @pytest.mark.service
-async def test_the_only_run_is_shown(served: Served, tmp_path: Path) -> None:
+async def test_a_single_run_shows_its_output_and_its_report_no_key(
+    served: Served, tmp_path: Path
+) -> None:
     does = "print('thinking'); print('hm', file=sys.stderr); ask(); print('5')"
     report = tmp_path / "report.json"
     options = ("--reward-cmd", "tail -n 1", "--json", str(report), "--task", "sums")
@@ -71,7 +73,7 @@ async def test_the_only_run_is_shown(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-async def test_a_group_is_not_shown_and_its_failures_are_kept(
+async def test_a_groups_output_is_not_shown_and_that_of_its_failures_is_kept(
     served: Served, tmp_path: Path
 ) -> None:
     does = "ask(); print('said'); sys.exit(int(os.environ['ANY_AGENT_RUN_INDEX']))"
@@ -96,7 +98,9 @@ async def test_a_group_is_not_shown_and_its_failures_are_kept(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 @pytest.mark.service
-async def test_a_signal(served: Served, tmp_path: Path, number: signal.Signals, code: int) -> None:
+async def test_a_signal_interrupts_the_run_and_aborts_its_session(
+    served: Served, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     report = tmp_path / "report.json"
     options = ("--logs", str(tmp_path / "logs"), "--json", str(report))
     async with typed(served, *options, "--", *agent(tmp_path, marks_itself(tmp_path))) as process:
@@ -125,7 +129,7 @@ async def test_a_second_ctrl_c_waits_for_nothing(served: Served, tmp_path: Path)
 
 
 @pytest.mark.service
-async def test_nobody_reads_the_output(served: Served, tmp_path: Path) -> None:
+async def test_a_run_goes_on_when_nobody_reads_its_output(served: Served, tmp_path: Path) -> None:
     """As with `| head -1`: the run goes on."""
     does = "ask()\nfor n in range(20_000): print('x' * 100)\nprint(1)"
     options = ("--reward-cmd", "tail -n 1", "--")
@@ -139,7 +143,7 @@ async def test_nobody_reads_the_output(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-async def test_the_key_from_a_file(served: Served, tmp_path: Path) -> None:
+async def test_the_key_may_come_from_a_file(served: Served, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(f"{served.tenant_key}\n")
     options = ("--api-key-file", str(key), "--reward-cmd", "echo 1", "--")
@@ -174,7 +178,7 @@ WRONG = {
 }
 
 
-def test_wrong_input_is_refused_before_anything_is_asked_of_a_service(
+def test_wrong_input_is_refused_before_a_service_is_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is none."""

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from any_agent.cli.status import screen
+from tests.support.command import typed
 from tests.support.proxy import Proxy
 from tests.support.router import Lab, running_lab
 
@@ -49,7 +51,7 @@ EMPTY = dict.fromkeys(
 RUN["parts"] = [{**EMPTY, **part} for part in RUN["parts"]]
 
 
-def test_the_screen() -> None:
+def test_the_screen_shows_parts_sessions_waits_and_alarms() -> None:
     lines = list(screen(RUN, "http://x"))
     texts = [text for _, text in lines]
     assert texts[0].startswith("exp/one at http://x, ")
@@ -77,7 +79,7 @@ def test_the_screen() -> None:
     ]
 
 
-def test_the_screen_of_a_run_that_has_just_begun() -> None:
+def test_a_run_that_has_just_begun_is_shown_as_well_without_figures() -> None:
     fresh = {"alarms": [], "step": None, "phases": {}, "sessions": {}, "groups": []}
     lines = list(screen(RUN | fresh, "http://x"))
     assert lines[1] == ("good", "well      All parts are well.")
@@ -86,7 +88,7 @@ def test_the_screen_of_a_run_that_has_just_begun() -> None:
     assert texts[8].endswith("no step yet")
 
 
-def _with_trainer(state: str | None) -> dict[str, Any]:
+def with_trainer(state: str | None) -> dict[str, Any]:
     trainer = [{**EMPTY, "name": "trainer", "state": state, "well": True}] if state else []
     return RUN | {"parts": [*RUN["parts"][:-1], *trainer]}
 
@@ -98,28 +100,12 @@ def test_slots_are_shown_as_the_trainer_gives_them() -> None:
         return [text for _, text in screen(run, "http://x") if text.startswith("slots")]
 
     for state in ("done", None):
-        run = _with_trainer(state)
+        run = with_trainer(state)
         idle = run | {"slots": {"waiting": 0, "admitted": 1504, "limit": 0, "reserved": 0}}
         assert not slots(idle)
         assert slots(run)
-    (starting,) = slots(_with_trainer("starting"))
+    (starting,) = slots(with_trainer("starting"))
     assert "trainer" in starting and "16" not in starting
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-async def status(url: str, *arguments: str) -> Said:
-    command = [sys.executable, "-m", "any_agent.cli", "status", "--url", url, *arguments]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("ANY_AGENT")}
-    done = await asyncio.to_thread(
-        subprocess.run, command, env=env, capture_output=True, text=True, timeout=60
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return Said(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -129,7 +115,8 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 
 @pytest.mark.service
-async def test_exit_codes(lab: Lab) -> None:
+async def test_the_exit_code_says_whether_the_run_is_well(lab: Lab) -> None:
+    status = partial(typed, "status", "--url")
     url = f"http://127.0.0.1:{lab.port}"
     said = await status(url)
     assert said.code == 0 and "All parts are well." in said.out
@@ -145,6 +132,7 @@ async def test_exit_codes(lab: Lab) -> None:
 
 @pytest.mark.service
 async def test_a_key_and_a_router_are_needed(tmp_path: Path, proxy: Proxy) -> None:
+    status = partial(typed, "status", "--url")
     async with running_lab(tmp_path, "server.admin_key=admin-key-1") as lab:
         url = f"http://127.0.0.1:{lab.port}"
         said = await status(url)
@@ -155,7 +143,7 @@ async def test_a_key_and_a_router_are_needed(tmp_path: Path, proxy: Proxy) -> No
 
 
 @pytest.mark.service
-async def test_the_live_screen(lab: Lab) -> None:
+async def test_the_live_screen_follows_the_run_and_leaves_its_last_look(lab: Lab) -> None:
     code, shown = await asyncio.to_thread(watched, f"http://127.0.0.1:{lab.port}", lab)
     assert code == 1
     assert "All parts are well." in shown

@@ -5,64 +5,25 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import TypeAlias
 
 import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 from yarl import URL
 
 from any_agent.client import aiohttp_transport as many_requests
 from any_agent.client.aiohttp_transport import AiohttpTransport, Response, tls_context
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
+from tests.support.proxy import until
+from tests.support.router import FakeRank, Received, never
 
-Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
 
 
-class Server:
-    """Answers each connection by a function; counts them."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        self.connections = 0
-        self.requests: list[bytes] = []
-        self.asked = asyncio.Event()
-        self.url = ""
-
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[Server]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield self
-        finally:
-            server.close()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            await self._handler(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            return
-        finally:
-            writer.close()
-
-    async def request(self, reader: asyncio.StreamReader) -> bytes:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = 0
-        for line in head.split(b"\r\n"):
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.partition(b":")[2])
-        self.requests.append(head + await reader.readexactly(length))
-        self.asked.set()
-        return self.requests[-1]
-
-
-Saying: TypeAlias = Callable[..., Awaitable[Server]]
+Saying: TypeAlias = Callable[..., Awaitable[FakeRank]]
 
 
 @pytest.fixture
@@ -70,19 +31,19 @@ async def saying() -> AsyncIterator[Saying]:
     """A server that answers every request with these parts, one after the other."""
     async with AsyncExitStack() as stack:
 
-        async def make(*parts: bytes, close: bool = False) -> Server:
-            async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                while True:
-                    await server.request(reader)
-                    for part in parts:
-                        writer.write(part)
-                        await writer.drain()
-                        await asyncio.sleep(0.001)
-                    if close:
-                        return
+        async def make(*parts: bytes, close: bool = False) -> FakeRank:
+            async def handler(received: Received) -> None:
+                for part in parts:
+                    await asyncio.sleep(0.001)
+                    await received.send(part)
+                if close:
+                    received.writer.close()
 
-            server = Server(handler)
-            return await stack.enter_async_context(server.serve())
+            server = FakeRank()
+            server.handler = handler if parts or close else never
+            await server.start()
+            stack.push_async_callback(server.kill)
+            return server
 
         yield make
 
@@ -108,9 +69,9 @@ async def test_requests_one_after_another_use_one_connection(
         answer = await ask(http, f"{server.url}/x?y=1", "POST", "{}")
         assert (answer.status_code, answer.content, answer.headers["x-a"]) == (200, b"ok", "1")
     assert server.connections == 1
-    head, _, body = server.requests[0].partition(b"\r\n\r\n")
-    assert head.startswith(b"POST /x?y=1 HTTP/1.1\r\n") and b"\r\na: b\r\n" in head
-    assert body == b"{}"
+    first = server.received[0]
+    assert (first.method, first.target, first.body) == ("POST", "/x?y=1", b"{}")
+    assert first.values("a") == ["b"]
 
 
 PIECES: list[tuple[list[bytes], bytes]] = [
@@ -190,37 +151,36 @@ async def test_a_malformed_url_or_header_is_refused(saying: Saying, http: Aiohtt
     server = await saying(OK)
     with pytest.raises(httpx.LocalProtocolError):
         await http.request("GET", server.url, headers={"a": "b\r\nc: d"}, timeout=1.0)
-    assert not server.requests
+    assert not server.received
 
 
 async def test_connections_are_few_however_many_ask(
-    http: AiohttpTransport, monkeypatch: pytest.MonkeyPatch
+    saying: Saying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those that wait there leave some to the others."""
     monkeypatch.setattr(many_requests, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(many_requests, "MAX_POLLS", 2)
     few = AiohttpTransport(timeout=5.0, bounded=True)
     answered = asyncio.Event()
+    server = await saying(OK)
 
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            if b"GET /poll" in await server.request(reader):
-                await answered.wait()
-            writer.write(OK)
+    async def handler(received: Received) -> None:
+        if received.target == "/poll":
+            await answered.wait()
+        await received.send(OK)
 
-    server = Server(handler)
-    async with server.serve():
-        polls = [
-            asyncio.create_task(few.request("GET", f"{server.url}/poll", headers={}, timeout=9.0))
-            for _ in range(8)
-        ]
-        for _ in range(3):
-            await asyncio.gather(*(ask(few, server.url) for _ in range(20)))
-        assert sum(b"GET /poll" in request for request in server.requests) == 2
-        answered.set()
-        await asyncio.gather(*polls)
-        assert server.connections <= 4
-        await few.aclose()
+    server.handler = handler
+    polls = [
+        asyncio.create_task(few.request("GET", f"{server.url}/poll", headers={}, timeout=9.0))
+        for _ in range(8)
+    ]
+    for _ in range(3):
+        await asyncio.gather(*(ask(few, server.url) for _ in range(20)))
+    assert sum(received.target == "/poll" for received in server.received) == 2
+    answered.set()
+    await asyncio.gather(*polls)
+    assert server.connections <= 4
+    await few.aclose()
 
 
 async def test_a_request_that_is_cancelled_leaves_nothing(
@@ -228,7 +188,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing(
 ) -> None:
     silent = await saying()
     task = asyncio.create_task(ask(http, silent.url))
-    await silent.asked.wait()
+    await until(lambda: silent.received)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -236,59 +196,47 @@ async def test_a_request_that_is_cancelled_leaves_nothing(
     assert not http.session.connector._acquired
 
 
-class Counting:
-    """A server that answers when as many requests as it waits for are there."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.together = 1
-        self.running = 0
-        self.peers: list[object] = []
-        self._all = asyncio.Event()
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        assert request.transport is not None
-        self.peers.append(request.transport.get_extra_info("peername"))
-        self.running += 1
-        if self.running >= self.together:
-            self._all.set()
-        await self._all.wait()
-        if request.path != "/long":
-            return web.Response(text=request.path)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in range(1000):
-            await response.write(b"x" * 10_000)
-        return response
+async def echo(received: Received) -> None:
+    """Say the path that was asked for."""
+    text = URL(received.target).path.encode()
+    await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Counting]:
-    server = Counting()
-    runner = web.ServerRunner(web.Server(server.answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+async def server(saying: Saying) -> FakeRank:
+    server = await saying(OK)
+    server.handler = echo
+    return server
 
 
-async def test_requests_do_not_wait_for_each_other(server: Counting) -> None:
-    server.together = 150
+async def test_requests_do_not_wait_for_each_other(server: FakeRank) -> None:
+    count = 150
+
+    async def all_at_once(received: Received) -> None:
+        await until(lambda: len(server.received) >= count)
+        await echo(received)
+
+    async def long(received: Received) -> None:
+        await received.begin()
+        for _ in range(1000):
+            await received.chunk(b"x" * 10_000)
+
+    server.handler = all_at_once
     async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
-        urls = [f"{server.url}/{k}" for k in range(server.together)]
-        answers = await asyncio.gather(*map(http.get, urls))
-        assert [answer.text for answer in answers] == [f"/{k}" for k in range(server.together)]
-        assert len(set(server.peers)) == server.together
+        answers = await asyncio.gather(*(http.get(f"{server.url}/{k}") for k in range(count)))
+        assert [answer.text for answer in answers] == [f"/{k}" for k in range(count)]
+        assert server.connections == count
         # A body that is left holds nothing.
-        async with http.stream("GET", f"{server.url}/long") as response:
+        server.handler = long
+        async with http.stream("GET", server.url) as response:
             async for _ in response.aiter_raw():
                 break
+        server.handler = echo
         assert (await http.get(f"{server.url}/a")).text == "/a"
 
 
 async def test_proxies_of_the_environment_are_used_if_they_are_trusted(
-    server: Counting, monkeypatch: pytest.MonkeyPatch
+    server: FakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -338,18 +286,11 @@ async def test_a_session_of_the_caller_keeps_its_own_authorities() -> None:
     assert AiohttpTransport().context(URL("https://service")) is tls_context()
 
 
-async def test_a_compressed_body_is_decoded_by_the_client() -> None:
+async def test_a_compressed_body_is_decoded_by_the_client(saying: Saying) -> None:
     packed = gzip.compress(b"x" * 1000)
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b"HTTP/1.1 200 OK\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Encoding: gzip\r\n"
-        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(packed) + packed)
-
-    async with (
-        await asyncio.start_server(answer, "127.0.0.1", 0) as server,
-        httpx.AsyncClient(transport=AiohttpTransport()) as http,
-    ):
-        response = await http.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    head = b"HTTP/1.1 200 OK\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Encoding: gzip\r\n"
+    server = await saying(head + b"Content-Length: %d\r\n\r\n" % len(packed) + packed)
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
+        response = await http.get(server.url)
     assert response.text == "x" * 1000
     assert response.headers.get_list("x-twice") == ["1", "2"]

@@ -62,10 +62,22 @@ def started(version: str | None = API_VERSION) -> httpx.Response:
     return httpx.Response(200, json=STARTED, headers=headers)
 
 
-def full(retry_after: str = "1") -> httpx.Response:
-    error = {"error": {"message": "no slot", "code": "no_capacity"}}
+def refused(status: int, code: str, retry_after: str = "1") -> httpx.Response:
+    error = {"error": {"message": f"it says {code}", "code": code}}
     headers = {"Retry-After": retry_after, API_HEADER: API_VERSION}
-    return httpx.Response(429, json=error, headers=headers)
+    return httpx.Response(status, json=error, headers=headers)
+
+
+def full(retry_after: str = "1") -> httpx.Response:
+    return refused(429, "no_capacity", retry_after)
+
+
+def away() -> httpx.Response:
+    return refused(503, "store_unavailable")
+
+
+def over_quota(retry_after: str) -> httpx.Response:
+    return refused(429, "quota_exceeded", retry_after)
 
 
 async def test_requests_go_to_their_paths_with_their_keys() -> None:
@@ -128,16 +140,13 @@ async def test_a_reward_may_be_a_bool_and_none_is_refused_by_name() -> None:
 
 
 async def test_an_error_is_raised_as_its_class_and_once() -> None:
-    error = {"error": {"message": "use a new group_id", "code": "group_closed"}}
-    client, seen = client_with(httpx.Response(409, json=error))
-    with fails_with(Conflict, "use a new group_id", code="group_closed"):
+    client, seen = client_with(refused(409, "group_closed"))
+    with fails_with(Conflict, "it says group_closed", code="group_closed"):
         await client.start_session(patience=60)
     assert len(seen) == 1
 
 
-async def test_patience_asks_again_while_there_is_no_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_patience_asks_again_while_there_is_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     async def no_sleep(seconds: float) -> None:
@@ -160,10 +169,7 @@ ONCE = {
     "finalize": lambda c: c.finalize("k", 1.0),
 }
 """Calls that must not happen twice."""
-LOST = {
-    "connection": httpx.ReadError("lost"),
-    "rank": httpx.Response(502, json={"error": {"message": "lost", "code": "reply_lost"}}),
-}
+LOST = {"connection": httpx.ReadError("lost"), "rank": refused(502, "reply_lost")}
 
 
 @pytest.mark.parametrize("call", ONCE.values(), ids=ONCE)
@@ -239,11 +245,6 @@ class Clock:
         self.now += seconds
 
 
-def away() -> httpx.Response:
-    error = {"error": {"message": "the store is full", "code": "store_unavailable"}}
-    return httpx.Response(503, json=error, headers={"Retry-After": "1"})
-
-
 async def test_a_503_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[[RLClient], Awaitable[object]]] = [
         lambda c: c.run_info(),
@@ -255,7 +256,7 @@ async def test_a_503_is_asked_again_until_the_deadline(monkeypatch: pytest.Monke
     for call in calls:
         clock = Clock(monkeypatch)
         client, seen = client_with(away(), retry_for=20.0)
-        with fails_with(StoreUnavailable, "the store is full"):
+        with fails_with(StoreUnavailable, "it says store_unavailable"):
             await call(client)
         assert len(seen) > 5
         assert 15 < clock.now <= 21
@@ -265,12 +266,6 @@ async def test_a_503_is_asked_again_until_the_deadline(monkeypatch: pytest.Monke
     with pytest.raises(StoreUnavailable):
         await client.set_capacity(limit=1, ttl=1, owner="o", held=["s"], retry_for=5)
     assert clock.now <= 5 + 3
-
-
-def over_quota(retry_after: str) -> httpx.Response:
-    error = {"error": {"message": "used up", "code": "quota_exceeded", "quota": "requests"}}
-    headers = {"Retry-After": retry_after, API_HEADER: API_VERSION}
-    return httpx.Response(429, json=error, headers=headers)
 
 
 async def test_a_quota_is_waited_for_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

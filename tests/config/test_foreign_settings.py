@@ -47,7 +47,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", ["file", "environment", "command line"])
-def test_they_are_taken_from_every_source(tmp_path: Path, source: str) -> None:
+def test_areals_names_are_taken_from_every_source(tmp_path: Path, source: str) -> None:
     path, environ, overrides = None, {}, []
     if source == "file":
         path = written(tmp_path, nested(GIVEN))
@@ -137,7 +137,7 @@ def test_training_is_asynchronous_where_tokens_may_be_old(given: list[str], eta:
         ["async_training=false", "rollout.max_head_offpolicyness=4"],
     ],
 )
-def test_a_contradiction_is_refused(tmp_path: Path, given: list[str]) -> None:
+def test_a_contradiction_about_old_tokens_is_refused(tmp_path: Path, given: list[str]) -> None:
     with fails_with(ConfigError, "async_training", "rollout.eta"):
         load_config(None, given, {})
     first, second = given
@@ -148,7 +148,7 @@ def test_a_contradiction_is_refused(tmp_path: Path, given: list[str]) -> None:
         load_config(None, ["async_training=maybe"], {})
 
 
-def test_what_schedules_is_said_by_the_launcher() -> None:
+def test_the_scheduler_is_the_launchers_business() -> None:
     assert load_config(None, ["scheduler.type=local"], {}) == load_config(environ={})
     for kind, said in (
         ("slurm", "any_agent.launcher.slurm any_agent_grpo.py"),
@@ -167,7 +167,7 @@ def test_what_schedules_is_said_by_the_launcher() -> None:
         load_config(None, ["scheduler.endpoint=x"], {})
 
 
-def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+def test_settings_that_change_nothing_are_taken(tmp_path: Path) -> None:
     neutral = {name: accepted[0] for name, (accepted, _) in NEUTRAL.items() if accepted}
     neutral |= dict.fromkeys(("critic", "ref", "reward_model", "teacher"))
     path = written(tmp_path, nested({**neutral, "actor.kl_ctl": 0.0, "train.kl_coef": 0}))

@@ -13,6 +13,8 @@ from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
 
+SGLANG = "engine.kind=sglang"
+
 
 def write(folder: Path, data: Any) -> Path:
     path = folder / "run.yaml"
@@ -54,7 +56,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(
         load_config(path, overrides, environ)
 
 
-def test_a_root_key_that_belongs_to_a_section(tmp_path: Path) -> None:
+def test_a_key_without_its_section_is_answered_with_it(tmp_path: Path) -> None:
     for path, overrides in ((None, ["port=1"]), (write(tmp_path, {"port": 1}), [])):
         with fails_with(ConfigError, "unknown key port", "server.port"):
             load_config(path, overrides, {})
@@ -150,7 +152,7 @@ def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, ""), [], {}) == load_config(environ={})
 
 
-def test_files_that_are_no_settings(tmp_path: Path) -> None:
+def test_files_that_are_no_settings_are_refused_by_name_and_line(tmp_path: Path) -> None:
     for text, says in (
         ("- a", "mapping"),
         ("a: [", "YAML"),
@@ -169,7 +171,9 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
 
 def test_a_dump_can_be_loaded_again(tmp_path: Path) -> None:
     given = ["train.betas=[0.8, 0.9]", "trial=2026-11-20", "train.grad_clip=.inf"]
+    given += [SGLANG, "engine.arguments={a-b: 1}", "engine.environment={X: 2, A: b}"]
     config = load_config(None, given, {})
+    assert config.engine.environment == {"X": "2", "A": "b"}, "variables are texts"
     assert load_config(write(tmp_path, config.dump()), [], {}) == config
 
 
@@ -217,6 +221,7 @@ def test_every_setting_can_be_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules can be imported."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -225,12 +230,10 @@ def resolved(folder: Path, *plugins: str) -> Path:
     """Write the settings of a run as its processes get them."""
     config = load_config(None, [f"plugins={','.join(plugins)}"], {})
     assert config.plugins == plugins
-    file = folder / "resolved.yaml"
-    file.write_text(yaml.safe_dump(config.dump()))
-    return file
+    return write(folder, config.dump())
 
 
-def test_each_process_imports_them_once_and_in_order(folder: Path) -> None:
+def test_each_process_imports_plugins_once_and_in_order(folder: Path) -> None:
     for name in ("first_plugin", "second_plugin"):
         (folder / f"{name}.py").write_text("import os; os.environ['PLUGINS'] += __name__ + ' '")
     file = resolved(folder, "first_plugin", "second_plugin")
@@ -250,33 +253,28 @@ def test_each_process_imports_them_once_and_in_order(folder: Path) -> None:
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_one_that_cannot_be_imported_is_named(folder: Path, code: str | None, problem: str) -> None:
+def test_a_plugin_that_cannot_be_imported_is_named(
+    folder: Path, code: str | None, problem: str
+) -> None:
     if code is not None:
         (folder / "bad_plugin.py").write_text(code)
     with fails_with(ConfigError, problem):
         load_resolved(resolved(folder, "bad_plugin"), {})
 
 
-SGLANG = "engine.kind=sglang"
-
-
-def settings(*overrides: str) -> Config:
-    return load_config(None, overrides, environ={})
-
-
-def test_options_come_as_text_list_or_mapping() -> None:
+def test_engine_arguments_come_as_text_list_or_mapping() -> None:
     for given in (
         "--mem-fraction-static 0.8 --enable-metrics",
         "[--mem-fraction-static, '0.8', --enable-metrics]",
         "{mem_fraction_static: 0.8, enable-metrics: true, disable-cuda-graph: false}",
     ):
-        config = settings(SGLANG, f"engine.arguments={given}")
+        config = load_config(None, [SGLANG, f"engine.arguments={given}"], {})
         assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
-    config = settings(SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}")
+    config = load_config(None, [SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}"], {})
     assert config.engine.arguments == ("--cuda-graph-bs", "1", "2")
     for given in ("python=/usr/bin/python3", "gpus=2", "arguments=--x"):
         with fails_with(ConfigError, "engine.kind=sglang"):
-            settings(f"engine.{given}")
+            load_config(None, [f"engine.{given}"], {})
 
 
 @pytest.mark.parametrize(
@@ -295,26 +293,16 @@ def test_options_come_as_text_list_or_mapping() -> None:
         ("--grpc-port 9", "no key"),
     ],
 )
-def test_what_the_service_says_itself_is_refused_by_name(given: str, fix: str) -> None:
+def test_engine_arguments_that_the_service_gives_itself_are_refused_by_name(
+    given: str, fix: str
+) -> None:
     with fails_with(ConfigError, fix) as caught:
-        settings(SGLANG, f"engine.arguments={given}")
+        load_config(None, [SGLANG, f"engine.arguments={given}"], {})
     assert "s3cret" not in caught.value.message
 
 
-def test_settings_survive_the_file_that_parts_read(tmp_path: Path) -> None:
-    import yaml
-
-    config = settings(SGLANG, "engine.arguments={a-b: 1}", "engine.environment={X: 2, A: b}")
-    assert config.engine.environment == {"X": "2", "A": "b"}, "variables are texts"
-    path = tmp_path / "resolved.yaml"
-    path.write_text(yaml.safe_dump(config.dump()))
-    assert load_config(path, environ={}).engine == config.engine
-
-
 def load(folder: Path, text: str, *overrides: str, **environ: str) -> Config:
-    path = folder / "my.yaml"
-    path.write_text(text)
-    return load_config(path, overrides, environ, kind=GRPOConfig)
+    return load_config(write(folder, text), overrides, environ, kind=GRPOConfig)
 
 
 THEIRS = """
@@ -365,11 +353,11 @@ def test_sections_numbers_and_lists_can_be_referred_to(tmp_path: Path) -> None:
 def test_references_that_lead_nowhere_are_refused_by_name(
     tmp_path: Path, text: str, says: str
 ) -> None:
-    with fails_with(ConfigError, says.replace("FILE", str(tmp_path / "my.yaml"))):
+    with fails_with(ConfigError, says.replace("FILE", str(tmp_path / "run.yaml"))):
         load(tmp_path, text)
 
 
-def test_only_files_name_others(tmp_path: Path) -> None:
+def test_references_stand_in_files_alone(tmp_path: Path) -> None:
     with fails_with(ConfigError, "model.path"):
         load(tmp_path, "", "actor.path=${root}")
     with fails_with(ConfigError, "ANY_AGENT_TRIAL"):

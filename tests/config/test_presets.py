@@ -47,7 +47,7 @@ def test_a_preset_sets_the_algorithms_knobs(preset: str, expected: tuple[object,
     assert TrainConfig(**config.model_dump()) == config
 
 
-def test_there_is_one_name_for_each() -> None:
+def test_every_preset_can_be_named() -> None:
     assert set(PRESETS) == set(get_args(TrainConfig.model_fields["preset"].annotation))
 
 

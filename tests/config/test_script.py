@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
-from any_agent.config import Config, load_config, load_resolved
+from any_agent.config import Config, known_keys, load_config, load_resolved
+from any_agent.config.foreign_settings import ALIASES, CALLED_HERE, NOT_HERE, SPECIAL
 from any_agent.config.script import GRPOConfig, load_expr_config
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import import_string
@@ -64,8 +67,6 @@ def test_own_fields_come_from_every_source(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_other_processes_read_what_own_fields_are_not_in(tmp_path: Path) -> None:
-    import yaml
-
     config, _ = load_expr_config(["max_turns=3", "train.lr=1e-3"], OwnConfig)
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(config.dump()))
@@ -88,7 +89,7 @@ def test_what_is_no_class_of_settings_is_refused() -> None:
         load_expr_config([], dict)  # type: ignore[type-var]
 
 
-def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_no_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with fails_with(ConfigError, "'--steps'", "key=value"):
         load_expr_config(["--steps", "3"], GRPOConfig)
     with fails_with(ConfigError, "nowhere.yaml"):
@@ -143,11 +144,6 @@ def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> N
 
 
 def test_every_name_that_is_answered_with_is_a_setting() -> None:
-    import re
-
-    from any_agent.config import known_keys
-    from any_agent.config.foreign_settings import ALIASES, CALLED_HERE, NOT_HERE, SPECIAL
-
     known = set(known_keys())
     foreign = [*ALIASES, *CALLED_HERE, *NOT_HERE, *SPECIAL]
     assert not set(foreign) & known and len(foreign) == len(set(foreign))
@@ -157,7 +153,7 @@ def test_every_name_that_is_answered_with_is_a_setting() -> None:
         assert named and set(named) <= known
 
 
-def test_agents_outside_need_no_mode() -> None:
+def test_the_mode_of_agents_outside_is_answered_with_what_they_need() -> None:
     with fails_with(ConfigError, "dataset", "workflow"):
         load_expr_config(["rollout.agent.mode=online"], GRPOConfig)
 

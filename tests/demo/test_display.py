@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, Group, RenderableType
 
-from any_agent.demo.display import Display, frame, sparkline, summary
+from any_agent.demo.display import Display, frame, news, sparkline, summary
 from any_agent.demo.state import DemoState, PartState
 from tests.support.demo import AFTER, COMMANDS, REWARDS, busy, fresh, report
 
@@ -25,7 +25,7 @@ def row(text: str, label: str) -> str:
     return found.strip("│ ").removeprefix(label).strip()
 
 
-def test_what_a_frame_says() -> None:
+def test_a_frame_shows_parts_step_reward_version_and_sessions() -> None:
     text = shown(frame(busy(), 80))
     assert "any-agent demo · seed 3 · 1:05" in text
     assert "files in /tmp/demo" in text
@@ -65,7 +65,7 @@ def test_a_frame_fits_its_terminal_and_keeps_its_height(width: int) -> None:
     assert heights.pop() < 20
 
 
-def test_sparklines() -> None:
+def test_a_sparkline_shows_means_within_its_range() -> None:
     assert sparkline([], 10) == ""
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert sparkline([-1.0, 2.0], 10) == "▁█", "what lies outside is cut off"
@@ -131,3 +131,28 @@ def test_an_interrupt_of_the_first_frame_leaves_the_cursor() -> None:
     with pytest.raises(KeyboardInterrupt), Display(interrupted, console, live=True):
         pass
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+def test_without_a_terminal_a_line_is_printed_when_something_changed() -> None:
+    assert news(busy(), replace(busy(), elapsed=70.0, tokens_per_second=1.0)) == []
+    out = io.StringIO()
+    state = fresh()
+    with Display(lambda: state, Console(file=out), live=False) as shown:
+        shown.say("engine 0  ready")
+        shown.update()
+        state = replace(state, phase="training")
+        shown.update()
+        shown.end(report(), REWARDS, COMMANDS)
+    lines = out.getvalue().splitlines()
+    assert lines[2:4] == ["engine 0  ready", "now       training"]
+    assert lines[-1] == "      --no-train"
+
+
+def test_the_summary_tells_of_failures_and_restarts() -> None:
+    restarts = {"rank-1": 1, "router": 3}
+    found = report(restarts=restarts, failed_sessions=2, errors=["early", "gone"])
+    told = [line.plain for line in summary(found, REWARDS, COMMANDS)]
+    assert all(line.isascii() and line.isprintable() for line in told)
+    assert "first answer right                       35.8%   95.8%" in told
+    assert "restarted rank-1 once, router 3 times" in told
+    assert "failed    2 of the agents' sessions, at last: gone" in told

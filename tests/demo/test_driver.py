@@ -76,7 +76,7 @@ def test_nobody_gets_its_own_value_back_but_by_the_coin(driver: Driver) -> None:
     assert all(b < a for a, b in zip(given, got, strict=True)), "an earlier session's, always"
 
 
-def test_what_a_tally_says_of_its_sessions() -> None:
+def test_a_tally_has_the_means_of_its_sessions() -> None:
     tally = Tally()
     tally.add(turns_of(1, tokens=2), [True])
     tally.add(turns_of(2, tokens=3), [False, True])
@@ -120,23 +120,14 @@ def driver_of(proxy: Proxy, setup: Setup = FEW) -> Driver:
     return Driver(proxy.url, seed=0, setup=setup)
 
 
-async def test_each_held_out_prompt_is_asked_some_times(proxy: Proxy) -> None:
-    tally = Tally()
-    await driver_of(proxy, RIGHT).evaluate(tally)
-    assert (tally.sessions, tally.turns, tally.failed) == (
-        EVALS,
-        EVALS,
-        0,
-    )
-    assert tally.measures().accuracy == 1.0
-    assert tally.tokens > 0
-
-
-async def test_a_wrong_answer_gets_another_try(proxy: Proxy) -> None:
-    tally = Tally()
-    await driver_of(proxy).evaluate(tally)
-    assert (tally.sessions, tally.turns) == (EVALS, 2 * EVALS)
-    assert tally.measures().accuracy == 0.0
+async def test_each_held_out_prompt_is_asked_some_times_and_again_after_a_wrong_answer(
+    proxy: Proxy,
+) -> None:
+    for setup, turns, accuracy in ((RIGHT, EVALS, 1.0), (FEW, 2 * EVALS, 0.0)):
+        tally = Tally()
+        await driver_of(proxy, setup).evaluate(tally)
+        assert (tally.sessions, tally.turns, tally.failed) == (EVALS, turns, 0)
+        assert tally.measures().accuracy == accuracy and tally.tokens > 0
 
 
 class Ending(Tally):
@@ -182,10 +173,10 @@ async def test_a_failure_is_counted_and_the_next_session_goes_on(proxy: Proxy) -
     assert tally.errors == ["RuntimeError: the agent broke"] * 5
 
 
-async def test_the_service_is_named_while_the_agents_run(
+async def test_the_users_environment_is_as_before_after_a_run(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a user's own key and service are as before, afterwards."""
+    """It names the service while the agents run."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("ANY_AGENT_URL", raising=False)

@@ -100,7 +100,7 @@ def test_a_judge_is_taught_what_is_right(path: Path) -> None:
     assert 30 < sum(verdicts) < 80
 
 
-def test_the_command_says_what_it_does_and_all_may_read_its_model(
+def test_the_command_tells_its_progress_and_all_may_read_its_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,25 +14,13 @@ from any_agent.demo.run import demo_config
 from tests.support.demo import report as found
 
 
-def lines(root: Path) -> list[tuple[str, list[str]]]:
-    return next_lines(demo_config(root, seed=4, steps=1, ranks=2), "any-agent")
-
-
 def test_the_command_names_the_run_whatever_its_folder_is_called(tmp_path: Path) -> None:
-    (_, serve), *_ = lines(tmp_path / "a b's")
+    config = demo_config(tmp_path / "a b's", seed=4, steps=1, ranks=2)
+    (_, serve), *_ = next_lines(config, "any-agent")
     typed = shlex.split("\n".join(serve).replace("\\\n", ""))
     assert typed[:2] == ["any-agent", "serve"]
     assert typed[-1] == f"root={tmp_path}/a b's/runs"
     assert typed[typed.index("--trial") + 1] == "seed-4"
-
-
-def test_the_key_is_taken_out_of_the_answer(tmp_path: Path) -> None:
-    """By the line as it is, with an answer in place of the service."""
-    _, (_, connect), _ = lines(tmp_path)
-    answer = '{"session_id":"ses-0-1","api_key":"sk-v1.0.lane.mac","base_url":"http://x/v1"}'
-    script = "\n".join([f"curl() {{ echo '{answer}'; }}", *connect, 'echo "$OPENAI_API_KEY"'])
-    told = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
-    assert told.stdout == "sk-v1.0.lane.mac\n"
 
 
 def test_the_command_is_one_that_can_be_typed_here(

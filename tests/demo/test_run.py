@@ -6,12 +6,11 @@ import io
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from any_agent.cli.main import main
-from any_agent.demo import demo, run
+from any_agent.demo import demo
 from any_agent.demo.run import can_draw, run_demo
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
@@ -36,27 +35,19 @@ def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_figures_that_could_not_be_written_at_the_end(tmp_path: Path) -> None:
+def test_figures_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path) -> None:
     with fails_with(ConfigError, "--json", "none/figures.json"):
         run_demo(seed=0, keep=str(tmp_path), json_path=str(tmp_path / "none" / "figures.json"))
 
 
-@pytest.mark.parametrize("option", ["--steps", "--ranks"])
-@pytest.mark.parametrize("number", ["0", "-1", "1.5"])
-def test_numbers_that_are_none(
-    option: str, number: str, capsys: pytest.CaptureFixture[str]
+def test_steps_and_ranks_must_be_whole_numbers_above_zero(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with fails_with(SystemExit, code=2):
-        main(["demo", option, number])
-    assert option in capsys.readouterr().err
-
-
-def test_the_demo_has_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(run, "demo_config", lambda _, **how: asked.update(how) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        main(["demo", "--keep", str(tmp_path)])
-    assert (asked["ranks"], asked["steps"]) == (2, 25)
+    for option in ("--steps", "--ranks"):
+        for number in ("0", "-1", "1.5"):
+            with fails_with(SystemExit, code=2):
+                main(["demo", option, number])
+            assert option in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, WentOn])

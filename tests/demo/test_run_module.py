@@ -26,7 +26,7 @@ MARKS = {"before": 0.25, "after": 0.9, "title": "a run"}
 
 
 @pytest.mark.service
-def test_what_went_wrong_is_told(tmp_path: Path) -> None:
+def test_a_module_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     files = {"metrics": f"{tmp_path}/none.jsonl", "curve": f"{tmp_path}/no/such.png"}
     with fails_with(StartupError, "any_agent.demo.look_back", "no step"):
         run_module("look_back", json.dumps(RUN | MARKS | files))
@@ -56,6 +56,6 @@ def test_an_interrupt_ends_the_child(
     until(lambda: not is_alive(child))
 
 
-def test_a_child_that_takes_too_long(tmp_path: Path) -> None:
+def test_a_module_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with fails_with(StartupError, "0.01"):
         run_module("model", tmp_path / "m", timeout=0.01)

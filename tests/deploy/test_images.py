@@ -49,7 +49,7 @@ def variables(image: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_all_that_is_copied_is_there(image: str) -> None:
+def test_an_image_copies_what_there_is_and_all_that_is_installed(image: str) -> None:
     kept = (DEPLOY / "docker" / f"{image}.Dockerfile.dockerignore").read_text().splitlines()
     assert kept[1] == "*"
     copied = [
@@ -70,7 +70,7 @@ def test_all_that_is_copied_is_there(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_what_it_installs_and_runs_is_ours_and_nobody_is_root(image: str) -> None:
+def test_an_image_installs_and_runs_what_is_ours_and_not_as_root(image: str) -> None:
     told = instructions(image)
     by_word = {word: [rest for each, rest in told if each == word] for word, _ in told}
     (extras,) = re.findall(r"-c constraints.txt '\.\[([\w,]+)\]'", " ".join(by_word["RUN"]))
@@ -96,7 +96,7 @@ def test_what_it_installs_and_runs_is_ours_and_nobody_is_root(image: str) -> Non
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_its_health_is_asked_of_a_route_of_ours(image: str) -> None:
+def test_an_images_health_is_asked_of_a_route_of_ours(image: str) -> None:
     (check,) = (rest for word, rest in instructions(image) if word == "HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
     (port, path) = re.findall(r"http://127.0.0.1:(\d+)(/\w+)", command[-1])[0]
@@ -113,7 +113,7 @@ def compose() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_a_service_of_each_image(image: str) -> None:
+def test_compose_serves_each_image_on_loopback_with_its_volumes(image: str) -> None:
     service = compose()["services"][image]
     context = (DEPLOY / service["build"]["context"]).resolve()
     assert context == ROOT
@@ -132,7 +132,7 @@ def test_a_service_of_each_image(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_its_environment(image: str) -> None:
+def test_compose_gives_an_image_its_key_its_url_and_time_to_end(image: str) -> None:
     given = compose()["services"][image]["environment"]
     # A container without a key would be refused: it is asked for before it is started.
     assert "${ANY_AGENT_SERVER__ADMIN_KEY:?" in given["ANY_AGENT_SERVER__ADMIN_KEY"]
@@ -181,7 +181,7 @@ def test_the_file_of_settings_that_compose_names(image: str) -> None:
     assert interpolated(settings["source"], CONFIG="my.yaml") == "my.yaml"
 
 
-def test_its_redis_keeps_what_a_journal_asks_for(tmp_path: Path) -> None:
+def test_the_redis_of_compose_keeps_what_a_journal_asks_for(tmp_path: Path) -> None:
     """The command, with a folder and a port of this test, and a password in its environment."""
     require_redis()
     service = compose()["services"]["redis"]
@@ -224,7 +224,7 @@ def answers(client: redis.Redis) -> bool:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_settings_that_come_with_it(path: Path) -> None:
+def test_shipped_settings_load_and_their_batches_hold_whole_groups(path: Path) -> None:
     config = load_config(str(path), environ={})
     assert config.model.path
     assert config.sessions.group_size is not None

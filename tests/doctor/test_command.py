@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -110,8 +111,6 @@ def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
 def test_stale_weights_of_a_trials_engine_are_found(
     trial: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import httpx
-
     run, url = trial
     root = str(run.path.parents[2])
     named = ["doctor", "--experiment", "e", "--trial", "t", f"root={root}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,11 @@ from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from tests.support.middleman import between
 from tests.support.ports import own_port
-from tests.support.real_parts import embedded_engine
 
 pytestmark = pytest.mark.service
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
 Laws = dict[tuple[str, str], Verdict]
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("engine")
-    with embedded_engine(tiny_model_dir, own_port(), folder) as url:
-        yield url
 
 
 @pytest.fixture
@@ -110,10 +102,7 @@ def endless(body: dict[str, Any]) -> None:
 
 
 FAULTS: dict[str, tuple[dict[str, Change], set[tuple[str, str]]]] = {
-    "it truncates": (
-        {"asked": halve},
-        {("input", "long prompt"), ("input", "too long a prompt")},
-    ),
+    "it truncates": ({"asked": halve}, {("input", "long prompt"), ("input", "too long a prompt")}),
     "it hides what it leaves out": (
         {"asked": cut, "answered": claim},
         {("logprobs", "forward pass, long prompt"), ("input", "too long a prompt")},

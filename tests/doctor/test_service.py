@@ -17,36 +17,25 @@ from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from tests.support.errors import fails_with
 from tests.support.middleman import between
 from tests.support.ports import own_port
-from tests.support.real_parts import embedded_engine, proxy_process, write_config
+from tests.support.real_parts import proxy_process, write_config
 
 pytestmark = pytest.mark.service
 
 
 @pytest.fixture(scope="module")
-def parts(
-    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, str]]:
-    """A service that trains, and its engine."""
-    folder = tmp_path_factory.mktemp("service")
-    config = write_config(folder, tiny_model_dir)
-    host = "127.0.0.1"
-    with (
-        embedded_engine(tiny_model_dir, own_port(host), folder) as engine,
-        proxy_process(config, engine, own_port(host)) as (_, url),
-    ):
-        yield url, engine
-
-
-@pytest.fixture(scope="module")
-def service(parts: tuple[str, str]) -> str:
-    return parts[0]
+def service(
+    engine: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A service that trains."""
+    config = write_config(tmp_path_factory.mktemp("service"), tiny_model_dir)
+    with proxy_process(config, engine, own_port()) as (_, url):
+        yield url
 
 
 def sessions(service: str) -> list[dict[str, Any]]:
     return list(httpx.get(f"{service}/rl/v1/sessions").json())
 
 
-@pytest.mark.service
 async def test_a_real_service_is_sound_and_undisturbed(service: str) -> None:
     run, verdicts = await service_laws(service, None)
     assert run is not None and run.state == "training"
@@ -95,14 +84,12 @@ async def test_a_session_is_ended_whatever_happens(
     assert {s["state"] for s in listed} == {"aborted"}
 
 
-@pytest.mark.service
 def test_the_command_checks_a_service_and_its_engine(
-    parts: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    service: str, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, engine = parts
-    assert main(["doctor", "--url", url, "--engine", engine]) == 0
+    assert main(["doctor", "--url", service, "--engine", engine]) == 0
     out = capsys.readouterr().out
-    assert f"service    {url}" in out
+    assert f"service    {service}" in out
     assert "0, as the run's newest" in out
     assert main(["doctor", "--url", f"http://127.0.0.1:{own_port()}"]) == 1
     out = capsys.readouterr().out

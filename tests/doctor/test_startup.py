@@ -12,7 +12,7 @@ import pytest
 from any_agent.chat import ChatFormat, MessageDelta, load_chat_format
 from any_agent.config import Config, ModelConfig
 from any_agent.doctor.startup_check import chat_laws, require_passing
-from any_agent.doctor.verdict import CheckOutcome, broken
+from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from any_agent.errors import ConfigError
 
 NO_THINKING = {"enable_thinking": False}
@@ -36,6 +36,10 @@ async def test_the_demos_format_is_sound(
     off = {("continuation", "after reasoning")}
     off |= {("parsing", "reasoning"), ("parsing", "unclosed reasoning")}
     assert unchecked == (off if thinking is False else set())
+
+
+async def laws(chat: ChatFormat, **settings: bool) -> dict[tuple[str, str], Verdict]:
+    return {(v.law, v.case): v for v in await chat_laws(chat, settings)}
 
 
 async def failures(chat: ChatFormat) -> dict[str, set[str]]:
@@ -71,7 +75,7 @@ async def test_a_continuation_that_is_declined_is_no_failure(tiny_model_dir: Pat
     chat = load_chat_format(
         str(tiny_model_dir), enable_thinking=False, thinking_retention="tool_cycle"
     )
-    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, NO_THINKING)}
+    verdicts = await laws(chat, **NO_THINKING)
     assert not broken(verdicts.values())
     declined = verdicts["continuation", "after text"]
     assert declined.outcome is CheckOutcome.DECLINED
@@ -116,6 +120,7 @@ _PLAIN = (
     "{% for m in messages %}" + _TURN + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+_NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 _ALTERNATION = (
     "{% for m in messages if m.role != 'system' %}"
     "{% if (m.role == 'user') != loop.index0 is even %}"
@@ -133,10 +138,7 @@ _ALTERNATION = (
         ("", "m.content | trim"),
         ("", "m.content | upper"),
         ("", "m.content.split('</think>')[-1] | trim"),
-        (
-            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
-            "m.content",
-        ),
+        (_NO_SYSTEM, "m.content"),
     ],
 )
 async def test_odd_habits_of_a_template_are_no_broken_laws(
@@ -148,11 +150,7 @@ async def test_odd_habits_of_a_template_are_no_broken_laws(
     assert not broken(await chat_laws(chat, {}))
 
 
-_GEMMA = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}"
-)
+_GEMMA = _NO_SYSTEM + _ALTERNATION
 
 
 async def test_a_template_of_neither_system_nor_tools_is_sound(
@@ -161,12 +159,10 @@ async def test_a_template_of_neither_system_nor_tools_is_sound(
     folder = with_template(lambda _: _GEMMA + _PLAIN.replace("CONTENT", "m.content"))
     chat = load_chat_format(str(folder), enable_thinking=None)
     await require_passing(chat, config_of(folder), training=True)
-    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, {})}
+    verdicts = await laws(chat)
     for law, case in (
-        ("rendering", "tools"),
-        ("rendering", "tool result"),
-        ("continuation", "after a call"),
-        ("continuation", "after two calls"),
+        *(("rendering", case) for case in ("tools", "tool result")),
+        *(("continuation", case) for case in ("after a call", "after two calls")),
         ("parsing", "call"),
     ):
         assert verdicts[law, case].outcome is CheckOutcome.DECLINED
@@ -182,10 +178,9 @@ async def test_calls_that_a_template_refuses_are_no_broken_law(
 ) -> None:
     """It shows tools, and takes no results of calls."""
     shows = "{% if tools %}{{ tools | tojson }}{% endif %}"
-    before = _GEMMA + shows
-    folder = with_template(lambda _: before + _PLAIN.replace("CONTENT", "m.content"))
+    folder = with_template(lambda _: _GEMMA + shows + _PLAIN.replace("CONTENT", "m.content"))
     chat = load_chat_format(str(folder), enable_thinking=None)
-    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, {})}
+    verdicts = await laws(chat)
     assert not broken(verdicts.values())
     assert verdicts["rendering", "tools"].outcome is not CheckOutcome.DECLINED
     after = verdicts["continuation", "after a call"]
@@ -214,13 +209,13 @@ async def test_a_start_is_refused_for_training_only(
     assert "could not be trained exactly" in caplog.text and "tool result" in caplog.text
 
 
-async def test_calls_in_an_unknown_form_are_told(
+async def test_calls_in_an_unknown_form_are_declined_and_not_broken(
     with_template: Callable[[Callable[[str], str]], Path],
 ) -> None:
     folder = with_template(
         lambda text: text.replace("<tool_call>\\n{", "[[call {").replace("}\\n</tool_call>", "}]]")
     )
     chat = load_chat_format(str(folder), renderer="default", enable_thinking=False)
-    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, NO_THINKING)}
+    verdicts = await laws(chat, **NO_THINKING)
     assert not broken(verdicts.values())
     assert verdicts["parsing", "call"].outcome is CheckOutcome.DECLINED

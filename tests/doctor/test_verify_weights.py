@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from any_agent.config import Config, load_config
+from any_agent.demo.models.tiny import save_tiny_model
 from any_agent.doctor.verdict import CheckOutcome
 from any_agent.doctor.verify_weights import verify_weights
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import require_weights
 from tests.support.errors import fails_with
-from tests.support.ports import own_port
-from tests.support.real_parts import embedded_engine
 
 pytestmark = pytest.mark.service
 
@@ -23,16 +21,7 @@ NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("engine")
-    with embedded_engine(tiny_model_dir, own_port(), folder) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from any_agent.demo.models.tiny import save_tiny_model
-
     return save_tiny_model(tmp_path_factory.mktemp("other") / "model", seed=1)
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.launcher.slurm_programs import Programs
 from tests.support.launcher.stand_ins import Lab
 
 
@@ -16,6 +18,21 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     for name in [n for n in os.environ if n.startswith("ANY_AGENT_")]:
         monkeypatch.delenv(name)
     return Lab(tmp_path)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """A node's launcher is the whole of its process, a test is not."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -29,12 +29,14 @@ def option(command: Command, name: str) -> str:
     return command.arguments[command.arguments.index(name) + 1]
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether there is one."""
-    there = [True]
-    monkeypatch.setattr(engines, "sees_gpu", lambda: there[0])
-    return there
+@pytest.fixture(autouse=True)
+def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+
+
+def has_gpu(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(engines, "sees_gpu", lambda: there)
 
 
 def test_the_key_is_masked_also_in_the_log_of_an_engine_that_is_never_ready(
@@ -54,7 +56,8 @@ def test_the_key_is_masked_also_in_the_log_of_an_engine_that_is_never_ready(
     assert engines.engine_ready(config, "http://127.0.0.1:1", process, key_file=file)
 
 
-def test_sglang_is_started_with_the_settings_of_its_node(gpus: list[bool]) -> None:
+def test_sglang_is_started_with_the_settings_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gpu(monkeypatch, True)
     config = settings(
         "engine.kind=sglang",
         "engine.python=/sgl/bin/python",
@@ -86,8 +89,8 @@ def test_sglang_is_started_with_the_settings_of_its_node(gpus: list[bool]) -> No
     assert command.variables == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
 
 
-def test_sglang_runs_on_the_cpu_where_there_is_no_gpu(gpus: list[bool]) -> None:
-    gpus[0] = False
+def test_sglang_runs_on_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gpu(monkeypatch, False)
     command = engines.engine_command(settings("engine.kind=sglang"), *PLACE, key_file=KEY)
     assert option(command, "--device") == "cpu"
     assert command.variables == {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -139,18 +142,8 @@ def test_a_node_deals_out_its_gpus_and_again_to_one_that_restarts(
         assert lab_of["engine-0"]["variables"] == ["ANY_AGENT_SEEN"]
 
 
-@pytest.fixture(autouse=True)
-def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("sys.platform", "linux")
-
-
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "sees_gpu", lambda: False)
-
-
 def test_cuda_without_a_gpu_is_refused_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
+    has_gpu(monkeypatch, False)
     for name in ("train.device", "engine.device"):
         with fails_with(ConfigError, f"{name}=cuda", "no GPU"):
             engines.require_devices(settings(f"{name}=cuda"), trains=True)
@@ -164,7 +157,7 @@ def test_cuda_without_a_gpu_is_refused_where_it_is_used(monkeypatch: pytest.Monk
     one = ("engine.urls=[http://10.0.0.1:3]", "server.ranks=1")
     for config in (elsewhere, settings("engine.kind=complete", *one)):
         engines.require_devices(config, trains=True)
-    monkeypatch.setattr(engines, "sees_gpu", lambda: True)
+    has_gpu(monkeypatch, True)
     engines.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
 
 
@@ -188,11 +181,10 @@ def test_a_gpu_is_seen_unless_it_is_hidden(tmp_path: Path, monkeypatch: pytest.M
 def test_cuda_without_a_gpu_is_refused_before_the_service_starts_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_gpu(monkeypatch)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    root, model = tmp_path / "runs", tmp_path / "model"
-    config = settings(f"root={root}", f"model.path={model}", "train.device=cuda")
+    has_gpu(monkeypatch, False)
+    (tmp_path / "config.json").write_text("{}")
+    root = tmp_path / "runs"
+    config = settings(f"root={root}", f"model.path={tmp_path}", "train.device=cuda")
     with fails_with(ConfigError, "train.device=cuda", "no GPU"):
         Node(config, NodeOptions(say=lambda _: None)).__enter__()
     assert not root.exists()

@@ -26,11 +26,7 @@ RUN: dict[str, Any] = {
         "eval": {"open": 1, "evaluated": 4},
     },
     "slots": {"waiting": 6},
-    "step": {
-        "step": 10,
-        "reward": 0.875,
-        "all": {"reward": 0.9, "sessions": 64, "dull": 48},
-    },
+    "step": {"step": 10, "reward": 0.875, "all": {"reward": 0.9, "sessions": 64, "dull": 48}},
     "since_step": {"reward": 0.996, "sessions": 8720, "dull": 8008},
     "why": "for members of group g (3 of 8)",
     "version": 10,
@@ -184,7 +180,7 @@ def line(step: int) -> str:
     return json.dumps({"step": step, "seconds": seconds | {"sync": 9}, **figures})
 
 
-def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
+def test_steps_of_this_run_are_shown_once_and_whole(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     progress = TrainingProgress(metrics, 9)
     assert progress.new_lines() == []
@@ -197,15 +193,12 @@ def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
         "step        3/9  reward 0.500  version 3  staleness 0.25  wait 1.00 s  train 2.00 s"
     )
     assert progress.step == 3
-
-
-def test_neither_an_earlier_runs_steps_nor_half_a_line_are_shown(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(f"{line(1)}\n")
+    # The next start shows neither these nor half a line.
     progress = TrainingProgress(metrics, 9)
     assert progress.new_lines() == []
-    metrics.write_text(f"{line(1)}\n{line(2)[:20]}{line(2)}\n{line(3)}\n")
-    assert [text.split()[1] for text in progress.new_lines()] == ["3/9"]
+    with metrics.open("a") as file:
+        file.write(f"{line(4)[:20]}{line(4)}\n{line(5)}\n")
+    assert [text.split()[1] for text in progress.new_lines()] == ["5/9"]
 
 
 def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path) -> None:

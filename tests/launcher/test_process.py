@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -23,6 +25,20 @@ from tests.support.launcher.children import is_alive, until
 pytestmark = pytest.mark.service
 
 
+Child: TypeAlias = Callable[..., SupervisedProcess]
+
+
+@pytest.fixture
+def child(module: Callable[[str, str], str], tmp_path: Path) -> Child:
+    """One that runs this source; it is not started."""
+
+    def make(source: str, **how: Any) -> SupervisedProcess:
+        command = Command([module("of_the_test", source)], **how)
+        return SupervisedProcess("child", command, tmp_path / "log")
+
+    return make
+
+
 def run(process: SupervisedProcess) -> str:
     """What it prints until it ends."""
     process.start()
@@ -31,21 +47,16 @@ def run(process: SupervisedProcess) -> str:
 
 
 def test_settings_reach_children_as_given_secrets_only(
-    module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANY_AGENT_TRAIN__LR", "5")
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", "of-the-environment")
     monkeypatch.setenv("OTHER", "stays")
-    name = module(
-        "tell_environment",
-        "import os\nprint(sorted(v for v in os.environ.items()"
-        " if v[0].startswith('ANY_AGENT_') or v[0] == 'OTHER'))",
-    )
-    secrets = {"ANY_AGENT_SERVER__ADMIN_KEY": "given"}
-    bare = run(SupervisedProcess("bare", Command([name]), tmp_path / "1.log"))
-    assert bare == "[('OTHER', 'stays')]\n"
-    told = run(SupervisedProcess("told", Command([name], secrets=secrets), tmp_path / "2.log"))
-    assert told == "[('ANY_AGENT_SERVER__ADMIN_KEY', 'given'), ('OTHER', 'stays')]\n"
+    source = "import os\nfor name, value in sorted(os.environ.items()):\n"
+    source += "    if name.startswith('ANY_AGENT_') or name == 'OTHER': print(name, value)"
+    assert run(child(source)) == "OTHER stays\n"
+    told = run(child(source, secrets={"ANY_AGENT_SERVER__ADMIN_KEY": "given"}))
+    assert told == "OTHER stays\nANY_AGENT_SERVER__ADMIN_KEY given\nOTHER stays\n"
 
 
 LAUNCHER = """
@@ -136,10 +147,8 @@ def test_a_child_that_heeds_no_order_ends_with_its_launcher(
             child.kill()
 
 
-def test_a_child_that_does_not_listen_is_killed(
-    module: Callable[[str, str], str], tmp_path: Path
-) -> None:
-    process = SupervisedProcess("child", Command([module("stubborn", STUBBORN)]), tmp_path / "log")
+def test_a_child_that_does_not_listen_is_killed(child: Child) -> None:
+    process = child(STUBBORN)
     process.start()
     until(lambda: "ready" in process.log.read_text())
     process.stop(grace=0.05)
@@ -159,9 +168,9 @@ signal.pause()
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_that_a_dead_child_started_are_ended(
-    number: signal.Signals, module: Callable[[str, str], str], tmp_path: Path
+    number: signal.Signals, child: Child
 ) -> None:
-    process = SupervisedProcess("child", Command([module("parent", PARENT)]), tmp_path / "log")
+    process = child(PARENT)
     process.start()
     until(lambda: "ready" in process.log.read_text())
     grandchild = psutil.Process(int(process.log.read_text().split()[0]))
@@ -213,10 +222,10 @@ def test_who_passes_signals_on_has_a_helper_that_outlives_it(ours: bool, tmp_pat
 
 
 def test_nobody_is_signalled_for_a_process_that_was_reaped(
-    module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then its number may be another one's."""
-    process = SupervisedProcess("child", Command([module("short", "")]), tmp_path / "log")
+    process = child("")
     assert run(process) == ""
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *call: signalled.append(call))
@@ -226,35 +235,23 @@ def test_nobody_is_signalled_for_a_process_that_was_reaped(
 
 
 def test_no_library_is_loaded_between_fork_and_exec(
-    module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread may have held the loader's lock at that moment, and then nobody lets it go."""
-
-    def loaded(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(ctypes, "CDLL", loaded)
-    assert run(SupervisedProcess("child", Command([module("short", "")]), tmp_path / "log")) == ""
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=AssertionError))
+    assert run(child("")) == ""
 
 
-def test_a_child_that_native_code_ends_leaves_its_stack_in_its_log(
-    module: Callable[[str, str], str], tmp_path: Path
-) -> None:
-    name = module("fall", "import ctypes\ndef fall() -> None:\n    ctypes.string_at(0)\nfall()")
-    said = run(SupervisedProcess("fallen", Command([name]), tmp_path / "1.log"))
+def test_a_child_that_native_code_ends_leaves_its_stack_in_its_log(child: Child) -> None:
+    said = run(child("import ctypes\ndef fall() -> None:\n    ctypes.string_at(0)\nfall()"))
     assert "Segmentation fault" in said and "in fall" in said
 
 
-def test_only_the_end_of_this_starts_log_is_told(
-    module: Callable[[str, str], str], tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    speaking, silent = (
-        SupervisedProcess("child", Command([module(name, text)]), log)
-        for name, text in (("speaks", "print('an error of old')"), ("is_silent", ""))
-    )
+def test_only_the_end_of_this_starts_log_is_told(child: Child) -> None:
+    speaking = child("print('an error of old')")
     run(speaking)
     assert "an error of old" in speaking.last_lines()
+    silent, log = child(""), speaking.log
     assert "an error of old" in run(silent), "the log has both"
     assert "an error of old" not in silent.last_lines()
     with log.open("ab") as file:

@@ -126,8 +126,6 @@ def test_a_folder_of_an_older_layout_is_refused_by_name(root: str) -> None:
         run.create()
 
 
-# -- weights -----------------------------------------------------------------------------------
-
 FILES = {
     "config.json": "{}",
     "model.safetensors": "weights",

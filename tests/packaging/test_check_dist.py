@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -66,8 +67,6 @@ def test_a_wheel_has_all_that_it_needs_and_no_more(
 
 
 def test_every_extra_of_the_project_can_be_tried(check: ModuleType) -> None:
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = {*project["optional-dependencies"]} - check.DEVELOPERS
     assert extras == {*check.CHECKS, *check._IMPORTS} - {check.LIGHT}

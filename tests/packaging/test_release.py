@@ -39,7 +39,9 @@ def test_a_version_that_is_not_everywhere_is_named(release: ModuleType) -> None:
     assert "pyproject.toml has" not in release.version_problem(*ours, "")
 
 
-def test_checksums(release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_of_all_files_of_a_release(
+    release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(release, "DIST", tmp_path)
     monkeypatch.setattr(release, "SUMS", tmp_path / "SHA256SUMS")
     for name in ("a-1.whl", "a-1.tar.gz"):

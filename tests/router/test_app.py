@@ -15,9 +15,7 @@ from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
-from tests.support.router import Lab, die, never, refuses, serving
-
-# -- which rank --------------------------------------------------------------------------------
+from tests.support.router import Lab, die, never, refusal, refuses, serving
 
 
 async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
@@ -54,12 +52,9 @@ async def test_a_websocket_is_refused_where_it_would_be_lost(pair: Lab) -> None:
     asks = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     for path in ("/v1/responses", "/openai/v1/responses", f"/{pair.key(1)}/v1/responses"):
         answer = await pair.get(path, **asks)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (426, "no_websocket")
+        assert refusal(answer) == (426, "no_websocket")
     assert not any(rank.received for rank in pair.ranks)
     assert (await pair.get("/v1/models", **asks)).status_code == 200
-
-
-# -- limits ------------------------------------------------------------------------------------
 
 
 async def test_bodies_over_the_limit_reach_no_rank(start_lab: StartLab) -> None:
@@ -68,15 +63,13 @@ async def test_bodies_over_the_limit_reach_no_rank(start_lab: StartLab) -> None:
     for path in ("/v1/x", "/rl/v1/x"):
         for content in (b"x" * 100_001, _parts(3)):
             response = await lab.http.post(path, content=content)
-            assert response.status_code == 413
-            assert response.json()["error"]["code"] == "payload_too_large"
+            assert refusal(response) == (413, "payload_too_large")
         for announced, sent in (
-            ("Transfer-Encoding: chunked", b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n"),
-            ("Expect: 100-continue\r\nContent-Length: 100001", b""),
+            (["Transfer-Encoding: chunked"], b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n"),
+            (["Expect: 100-continue", "Content-Length: 100001"], b""),
         ):
-            wire = await lab.connect()
-            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{announced}\r\n\r\n"
-            await wire.send(head.encode() + sent)
+            wire = await lab.raw(f"POST {path}", *announced)
+            await wire.send(sent)
             assert " 413 " in await wire.head()
     assert not lab.ranks[0].received
     for content in (b"x" * 100_000, _parts(2)):
@@ -126,10 +119,8 @@ async def test_nobody_waits_for_the_body_of_a_stranger(
     if headers is AGENTS:
         size = 1_000_000
         headers = {"authorization": f"Bearer {lab.key(0)}"}
-    named = {"Host": "localhost", "Content-Length": size, **headers}
-    lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in named.items())]
-    wire = await lab.connect()
-    await wire.send("\r\n".join([*lines, "", "{"]).encode())
+    named = {"Content-Length": size, **headers}
+    _wire = await lab.raw(f"POST {path}", *(f"{k}: {v}" for k, v in named.items()))
     await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
 
 
@@ -157,7 +148,12 @@ async def test_bytes_that_are_no_http_are_refused_and_no_key_is_logged(
     lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = lab.key(0)
-    for line in (f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"):
+    both = "Content-Length: 4\r\nTransfer-Encoding: chunked"
+    for line in (
+        *(f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"),
+        # Two framings, by which a second request would be smuggled in.
+        f"POST /v1/x HTTP/1.1\r\n{both}",
+    ):
         wire = await (await lab.connect()).send(
             f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
         )
@@ -166,20 +162,8 @@ async def test_bytes_that_are_no_http_are_refused_and_no_key_is_logged(
         assert "Server: any-agent\r\n" in head
         data, _ = await wire.rest()
         assert b"invalid_request" in data
-    assert key not in caplog.text
+    assert key not in caplog.text and not lab.ranks[0].received
 
-
-async def test_smuggled_framing_is_refused(lab: Lab) -> None:
-    wire = await (await lab.connect()).send(
-        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/y HTTP/1.1\r\n\r\n"
-    )
-    assert " 400 " in await wire.head()
-    await wire.rest()
-    assert not lab.ranks[0].received
-
-
-# -- pages and hosts ---------------------------------------------------------------------------
 
 PAGES = [
     {"Host": "evil.example"},
@@ -208,9 +192,6 @@ async def test_open_mode_serves_programs_of_this_machine_and_no_web_page(
             assert (await lab.get(path, **headers)).status_code == 200, "with a key"
 
 
-# -- health ------------------------------------------------------------------------------------
-
-
 async def test_health_shows_the_ranks(pair: Lab) -> None:
     assert (await pair.get("/readyz")).json() == {"status": "ready", "ranks": [0, 1]}
     await pair.ranks[0].kill()
@@ -237,8 +218,7 @@ async def test_with_litellms_configuration_an_admin_gets_its_health(
     path = tmp_path / "litellm.yaml"
     path.write_text("model_list: []")
     lab = await start_lab("server.admin_key=operator-secret", f"litellm.config={path}")
-    areals = {"status": "ok", "workers": 1}
-    assert (await lab.get("/health")).json() == areals and not lab.ranks[0].received
+    assert (await lab.get("/health")).status_code == 200 and not lab.ranks[0].received
     await lab.get("/health", Authorization="Bearer operator-secret")
     assert [each.target for each in lab.ranks[0].received] == ["/health"]
 
@@ -276,14 +256,12 @@ async def test_ranks_that_are_away_or_stall_are_not_ready(pair: Lab) -> None:
 
 
 async def test_ranks_without_room_are_not_ready(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    full: set[int] = set()
+    full = {0}
     monkeypatch.setattr(pair.router, "is_full", lambda rank: rank in full)
-    full.add(0)
     assert (await pair.get("/readyz")).json()["ranks"] == [1]
     full.add(1)
     response = await pair.get("/readyz")
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "store_full"
+    assert refusal(response) == (503, "store_full")
     assert response.headers["retry-after"]
 
 
@@ -297,8 +275,7 @@ async def test_ranks_without_an_engine_are_not_ready(pair: Lab) -> None:
         rank.engine_up = False
     await until(lambda: not pair.router.ranks.engine_up(1), "the entry is read")
     response = await pair.get("/readyz")
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert refusal(response) == (503, "engine_unavailable")
     assert response.headers["retry-after"]
 
 
@@ -317,7 +294,7 @@ async def test_a_stop_ends_requests_that_do_not_end_by_themselves(
     lab.ranks[0].handler = never
     async with asyncio.timeout(60), serving(lab.config) as (_, port):
         lab.port = port
-        wire = await (await lab.connect()).send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wire = await lab.raw()
         await until(lambda: lab.ranks[0].received, "the call is under way")
     assert (await wire.rest())[0] == b""
     assert lab.ranks[0].left.is_set()
@@ -345,8 +322,7 @@ async def test_nothing_that_is_logged_holds_a_key(
 async def test_bodies_that_cannot_be_written_again_are_refused(pair: Lab) -> None:
     """What is changed on its way is written anew, and no writer goes as deep as the reader."""
 
-    for rank in pair.ranks:
-        rank.handler = refuses("no_capacity", 429)
+    pair.handle(refuses("no_capacity", 429))
     deep = b'{"a":' * 900 + b"1" + b"}" * 900
     for path, fields in (
         ("/rl/v1/lease", b'"owner": "me"'),
@@ -360,14 +336,11 @@ async def test_bodies_that_cannot_be_written_again_are_refused(pair: Lab) -> Non
             assert response.json()["error"]["code"] == "too_deep"
 
 
-ADMIN = "admin-key-1"
-
-
 @pytest.mark.parametrize("ui", [True, False])
 async def test_the_root_page_says_what_runs_here_without_a_key(
     start_lab: StartLab, ui: bool
 ) -> None:
-    lab = await start_lab(f"server.admin_key={ADMIN}", f"server.ui={str(ui).lower()}")
+    lab = await start_lab("server.admin_key=admin-key-1", f"server.ui={str(ui).lower()}")
     answer = await lab.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")

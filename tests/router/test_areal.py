@@ -14,7 +14,7 @@ from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import home_of
 from router.areal import GRANT
 from tests.router.conftest import StartLab
-from tests.support.router import FakeRank, Lab, Received, die, refuses
+from tests.support.router import FakeRank, Lab, Received, die, refusal, refuses
 
 START = "/rl/start_session"
 NO_SLOT = {"error": {"code": "no_capacity"}}
@@ -172,7 +172,7 @@ async def test_without_a_training_another_ranks_grant_will_do(pair: Lab) -> None
     assert await opened(pair, {"task_id": task_of(0)}) == on(1, granted=True)
     pair.ranks[1].handler = refuses("run_finished", 409)
     response = await pair.post(START, {"task_id": task_of(0)})
-    assert (response.status_code, response.json()["error"]["code"]) == (409, "run_finished")
+    assert refusal(response) == (409, "run_finished")
 
 
 @pytest.mark.parametrize("task", [True, False])
@@ -214,8 +214,7 @@ async def test_a_key_is_reused_at_its_rank(pair: Lab) -> None:
     task = task_of(0)
     assert await opened(pair, {"task_id": task, "api_key": pair.key(0)}) == on(0, granted=False)
     other = await pair.post(START, {"task_id": task, "api_key": pair.key(1)})
-    assert other.status_code == 409
-    assert other.json()["error"]["code"] == "lane_on_other_rank"
+    assert refusal(other) == (409, "lane_on_other_rank")
     ranks[0].grants = 1
     assert await opened(pair, {"task_id": task, "api_key": pair.key(1)}) == on(1, granted=True)
     assert await opened(pair, {"api_key": pair.key(1)}) == on(1, granted=False)

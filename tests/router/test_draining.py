@@ -6,9 +6,7 @@ import asyncio
 
 from any_agent.rundir.registry import Registry
 from tests.support.proxy import until
-from tests.support.router import END, Lab, Received, never, says
-
-POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+from tests.support.router import END, Lab, Received, never, refusal, refuses, says
 
 
 async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab) -> None:
@@ -22,14 +20,13 @@ async def test_a_stream_under_way_arrives_whole_and_nothing_new_begins(lab: Lab)
         await received.send(END)
 
     lab.ranks[0].handler = answer
-    wire = await (await lab.connect()).send(POST)
+    wire = await lab.raw("POST /v1/x", body=b"{}")
     await wire.head()
     drained = asyncio.create_task(lab.router.drain(30))
     await until(lambda: lab.router.draining)
     for path in ("/v1/chat/completions", "/rl/v1/start_session"):
         refused = await lab.post(path, {}, lab.key(0))
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
+        assert refusal(refused) == (503, "draining")
         assert int(refused.headers["retry-after"]) >= 1
     assert (await lab.get("/healthz")).status_code == 200
     assert not drained.done()
@@ -55,8 +52,7 @@ async def test_a_draining_router_says_that_it_stops(lab: Lab) -> None:
 
 async def test_an_answer_that_never_ends_is_awaited_only_until_the_deadline(lab: Lab) -> None:
     lab.ranks[0].handler = never
-    wire = await lab.connect()
-    await wire.send(POST)
+    _wire = await lab.raw("POST /v1/x", body=b"{}")
     await until(lambda: lab.ranks[0].received)
     await lab.router.drain(0.05)
     assert lab.router.stats.running == 1
@@ -74,11 +70,6 @@ async def test_a_drain_ends_the_wait_of_requests_for_a_rank(lab: Lab) -> None:
 
 async def test_a_draining_rank_is_passed_over_for_an_open(pair: Lab) -> None:
     """It may not have been heard of yet that it stops."""
-
-    async def stopping(received: Received) -> None:
-        error = {"message": "stopping", "type": "server_error", "param": None, "code": "draining"}
-        await received.answer({"error": error}, status=503, headers={"retry-after": "5"})
-
-    pair.ranks[0].handler, pair.ranks[1].handler = stopping, says({"session_id": "s"})
+    pair.handle(refuses("draining", 503, {"retry-after": "5"}), says({"session_id": "s"}))
     for _ in range(4):
         assert (await pair.post("/rl/v1/start_session", {})).json() == {"session_id": "s"}

@@ -25,8 +25,7 @@ async def away(lab: Lab, number: int) -> None:
 
 async def test_capacity_is_summed(pair: Lab) -> None:
     other = {name: 10 * value for name, value in CAPACITY.items()}
-    pair.ranks[0].handler = says(CAPACITY | {"queue": [1, 2]})
-    pair.ranks[1].handler = says(other | {"queue": []})
+    pair.handle(says(CAPACITY | {"queue": [1, 2]}), says(other | {"queue": []}))
     for response in (
         await pair.get("/rl/v1/capacity"),
         await pair.http.put("/rl/v1/capacity", json={"limit": 9}),
@@ -53,8 +52,9 @@ async def test_capacity_is_summed(pair: Lab) -> None:
     ],
 )
 async def test_the_rank_that_is_behind_speaks_for_all(pair: Lab, method: str, path: str) -> None:
-    pair.ranks[0].handler = says({"version": 5, "state": "training"})
-    pair.ranks[1].handler = says({"version": 4, "state": "finished"})
+    pair.handle(
+        says({"version": 5, "state": "training"}), says({"version": 4, "state": "finished"})
+    )
     data = (await pair.http.request(method, path, json={"x": 1})).json()
     assert (data["version"], data["state"]) == (4, "finished")
     assert {rank: one["version"] for rank, one in data["ranks"].items()} == {"0": 5, "1": 4}
@@ -102,8 +102,7 @@ async def test_without_any_rank_reads_are_refused_with_503(pair: Lab) -> None:
 
 
 async def test_refusals_of_a_rank_are_passed_on(pair: Lab) -> None:
-    pair.ranks[0].handler = says(CAPACITY)
-    pair.ranks[1].handler = says({"error": {"code": "forbidden"}}, status=403)
+    pair.handle(says(CAPACITY), says({"error": {"code": "forbidden"}}, status=403))
     for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
         response = await pair.get(path)
         assert response.status_code == 403
@@ -115,8 +114,7 @@ def line(number: int) -> dict[str, Any]:
 
 
 async def test_sessions_of_all_ranks_are_one_list(pair: Lab) -> None:
-    pair.ranks[0].handler = says([line(k) for k in (9, 5, 1)])
-    pair.ranks[1].handler = says([line(k) for k in (8, 6, 0)])
+    pair.handle(says([line(k) for k in (9, 5, 1)]), says([line(k) for k in (8, 6, 0)]))
     response = await pair.get("/rl/v1/sessions?limit=4")
     assert [session["number"] for session in response.json()] == [9, 8, 6, 5]
     assert response.headers["x-any-agent-after"] == "0:5,1:6"
@@ -132,13 +130,11 @@ async def test_sessions_of_all_ranks_are_one_list(pair: Lab) -> None:
 
 
 async def test_sessions_that_a_page_had_no_room_for_are_on_the_next_page(pair: Lab) -> None:
-    pair.ranks[0].handler = says([line(9), line(5)], headers={"x-any-agent-after": "0:5"})
-    pair.ranks[1].handler = says([line(8)])
+    pair.handle(says([line(9), line(5)], headers={"x-any-agent-after": "0:5"}), says([line(8)]))
     response = await pair.get("/rl/v1/sessions?limit=3")
     assert response.headers["x-any-agent-after"] == "0:5,1:1"
     target = "/rl/v1/sessions?limit=3&after=0:5,1:1"
-    pair.ranks[0].handler = says([])
-    pair.ranks[1].handler = says([])
+    pair.handle(says([]), says([]))
     response = await pair.get(target)
     assert pair.ranks[1].received[-1].target == target
     assert "x-any-agent-after" not in response.headers
@@ -150,6 +146,7 @@ async def test_a_session_key_asks_its_own_rank_alone(pair: Lab) -> None:
     assert not pair.ranks[0].received
 
 
+NAMED = "X-Any-Agent-Session"
 WRITES = [
     ("PUT", "/rl/v1/capacity"),
     ("PUT", "/rl/v1/run"),
@@ -159,37 +156,28 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path"), [*WRITES, ("GET", "/rl/v1/run")])
-@pytest.mark.parametrize("where", ["header", "query"])
-async def test_a_session_that_is_named_beside_changes_nothing(
-    pair: Lab, method: str, path: str, where: str
-) -> None:
+async def test_a_session_that_is_named_beside_changes_nothing(pair: Lab) -> None:
     """Else a pause, or a version, that is for all ranks would reach one of them."""
-    for rank in pair.ranks:
-        rank.handler = says(CAPACITY | {"version": 3})
-    query, headers = (f"?session_id={IDS[1]}", {}) if where == "query" else ("", {NAMED: IDS[1]})
-    response = await pair.http.request(method, path + query, json={"limit": 9}, headers=headers)
-    assert sorted(response.json()["ranks"]) == ["0", "1"]
+    pair.handle(says(CAPACITY | {"version": 3}))
+    for method, path in (*WRITES, ("GET", "/rl/v1/run")):
+        for query, headers in ((f"?session_id={IDS[1]}", {}), ("", {NAMED: IDS[1]})):
+            response = await pair.http.request(
+                method, path + query, json={"limit": 9}, headers=headers
+            )
+            assert sorted(response.json()["ranks"]) == ["0", "1"], (method, path, query)
     for rank in pair.ranks:
         # A rank refuses sessions of others, where it looks.
-        assert [received.values(NAMED) for received in rank.received] == [[]]
-
-
-NAMED = "X-Any-Agent-Session"
+        assert [received.values(NAMED) for received in rank.received] == [[]] * 12
 
 
 async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = says({"version": 3})
+    pair.handle(says({"version": 3}))
     await pair.get("/rl/v1/run", "operator-secret", **{"Accept-Encoding": "gzip"})
     for rank in pair.ranks:
         (received,) = rank.received
         assert received.values("authorization") == ["Bearer operator-secret"]
         # The answer is read here, so it must not be compressed.
         assert not received.values("accept-encoding")
-
-
-Ranks = list[list[float]]
 
 
 def page(times: list[float], before: int | None, limit: int) -> tuple[list[Any], int | None]:
@@ -205,7 +193,7 @@ def page(times: list[float], before: int | None, limit: int) -> tuple[list[Any],
     ranks=st.lists(st.lists(st.floats(0, 9), max_size=9), min_size=1, max_size=3),
     limit=st.integers(1, 9),
 )
-def test_pages_hold_each_session_once(ranks: Ranks, limit: int) -> None:
+def test_pages_hold_each_session_once(ranks: list[list[float]], limit: int) -> None:
     # A clock that is set back puts no session of a rank before a newer one of it.
     places: dict[int, int] | None = {}
     found: list[tuple[int, int]] = []

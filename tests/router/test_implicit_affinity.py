@@ -33,7 +33,7 @@ def home(body: dict[str, Any]) -> int:
 
 
 async def ranks_of(lab: Lab, path: str, body: Any, key: str | None = None) -> list[int]:
-    """Which ranks got it, of four times."""
+    """Send it four times; return which ranks got it."""
     for rank in lab.ranks:
         rank.received.clear()
     for _ in range(4):
@@ -104,19 +104,6 @@ async def test_only_calls_whose_keys_may_open_sessions_go_to_a_home_rank(
 LONG = {"messages": said(4, "x" * 190_000)}
 
 
-def keep_waiting(lab: Lab) -> asyncio.Event:
-    """No rank answers before it is set."""
-    go_on = asyncio.Event()
-
-    for rank in lab.ranks:
-        rank.handler = once_set(go_on)
-    return go_on
-
-
-def forwarded(lab: Lab) -> int:
-    return sum(len(rank.received) for rank in lab.ranks)
-
-
 @pytest.fixture
 async def tight(start_lab: StartLab) -> Lab:
     """Holds 1.6 MB of bodies, and has an admin key."""
@@ -127,13 +114,15 @@ async def tight(start_lab: StartLab) -> Lab:
 
 
 async def test_long_requests_are_bounded_altogether_and_by_key(tight: Lab) -> None:
-    go_on = keep_waiting(tight)
+    go_on = asyncio.Event()
+    tight.handle(once_set(go_on))
     asked: list[asyncio.Task[httpx.Response]] = []
     stored = run_dir_of(tight.config).keys
     keys = [create_key(stored, "tenant", tenant=name)[0] for name in ("one", "two", "three")]
 
     def settled() -> tuple[int, int]:
-        return forwarded(tight), sum(task.done() for task in asked)
+        forwarded = sum(len(rank.received) for rank in tight.ranks)
+        return forwarded, sum(task.done() for task in asked)
 
     # Of 8 such bodies one key gets 6, whoever else calls.
     asked += [asyncio.create_task(tight.post(PATH, LONG, keys[0])) for _ in range(8)]

@@ -13,7 +13,7 @@ import pytest
 from router import lease as leasing
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received, answer_empty, die, refuses, sends
+from tests.support.router import FakeRank, Lab, Received, answer_empty, die, refusal, refuses, sends
 
 A, B, C = "ses-0-000000000000000a", "ses-1-000000000000000b", "ses-0-000000000000000c"
 NOTHING = b"HTTP/1.1 204 No Content\r\n\r\n"
@@ -29,12 +29,8 @@ async def export(received: Received) -> None:
     await received.answer({"style": "concat", "discount": 0.5, "trajectories": rows})
 
 
-# -- ack and export ----------------------------------------------------------------------------
-
-
 async def test_acks_are_split_and_counted(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = ack
+    pair.handle(ack)
     rejected = [{"session_id": C, "reason": "stale"}]
     body = {"owner": "me", "trained": [A, B], "rejected": rejected}
     assert (await pair.post("/rl/v1/ack", body)).json() == {"acked": 3}
@@ -44,8 +40,7 @@ async def test_acks_are_split_and_counted(pair: Lab) -> None:
 
 @pytest.mark.parametrize("where", ["header", "query"])
 async def test_a_session_that_is_named_beside_changes_nothing(pair: Lab, where: str) -> None:
-    for rank in pair.ranks:
-        rank.handler = ack
+    pair.handle(ack)
     query, headers = (f"?session_id={B}", {}) if where == "query" else ("", {NAMED: B})
     data = {"owner": "me", "trained": [A, B]}
     answer = await pair.post(f"/rl/v1/ack{query}", data, **headers)
@@ -60,17 +55,14 @@ NAMED = "X-Any-Agent-Session"
 
 
 async def test_an_ack_that_one_rank_refuses_is_refused(pair: Lab) -> None:
-    pair.ranks[0].handler = ack
-    pair.ranks[1].handler = refuses("lease_lost", 409)
+    pair.handle(ack, refuses("lease_lost", 409))
     response = await pair.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]})
-    assert response.status_code == 409
-    assert response.json()["error"]["code"] == "lease_lost"
+    assert refusal(response) == (409, "lease_lost")
 
 
 async def test_an_ack_whose_rank_stays_away_is_to_be_repeated(start_lab: StartLab) -> None:
     lab = await start_lab("server.rank_wait=0.3", ranks=2)
-    for rank in lab.ranks:
-        rank.handler = ack
+    lab.handle(ack)
     await lab.ranks[1].kill()
     response = await lab.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]})
     assert response.status_code == 503
@@ -78,8 +70,7 @@ async def test_an_ack_whose_rank_stays_away_is_to_be_repeated(start_lab: StartLa
 
 
 async def test_exports_are_merged_in_the_order_asked_for(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = export
+    pair.handle(export)
     response = await pair.post("/rl/v1/export_trajectories", {"session_ids": [C, B, A]})
     assert response.json() == {
         "style": "concat",
@@ -112,12 +103,8 @@ async def test_sessions_of_an_unknown_rank_are_refused_and_reach_no_rank(pair: L
         ("/rl/v1/lease", {"owner": "me", "session_ids": [stranger]}),
     ):
         response = await pair.post(path, body)
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "unknown_rank"
+        assert refusal(response) == (404, "unknown_rank")
     assert not any(rank.received for rank in pair.ranks)
-
-
-# -- lease -------------------------------------------------------------------------------------
 
 
 class Shelf:
@@ -194,12 +181,7 @@ async def test_a_poll_sees_every_rank_and_survives_one(
 
 async def test_a_poller_that_leaves_is_handed_nothing(pair: Lab) -> None:
     shelves = [Shelf(rank) for rank in pair.ranks]
-    wire = await pair.connect()
-    body = b'{"owner": "me", "wait": 60}'
-    await wire.send(
-        b"POST /rl/v1/lease HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-        % (len(body), body)
-    )
+    wire = await pair.raw("POST /rl/v1/lease", body=b'{"owner": "me", "wait": 60}')
     await until(lambda: any(wait > 0 for shelf in shelves for wait in shelf.waits), "it waits")
     wire.close()
     await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the poll is ended")
@@ -217,13 +199,9 @@ async def test_sessions_by_name_come_from_their_rank(pair: Lab) -> None:
     assert "ranks 0, 1" in response.json()["error"]["message"]
 
 
-# -- queries -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["each", "json"])
 async def test_sessions_in_a_query_are_split(pair: Lab, form: str) -> None:
-    for rank in pair.ranks:
-        rank.handler = export
+    pair.handle(export)
     names = [("session_ids", id) for id in (A, B, C)]
     if form == "json":
         names = [("session_ids", json.dumps([A, B, C]))]
@@ -236,13 +214,11 @@ async def test_sessions_in_a_query_are_split(pair: Lab, form: str) -> None:
 
 
 async def test_an_ack_and_a_poll_may_have_their_fields_in_the_query(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = ack
+    pair.handle(ack)
     answer = await pair.post(f"/rl/v1/ack?owner=me&trained={A}&trained={B}", b"")
     assert answer.json() == {"acked": 2}
 
-    for rank in pair.ranks:
-        rank.handler = sends(NOTHING)
+    pair.handle(sends(NOTHING))
     assert (await pair.post("/rl/v1/lease?owner=me&wait=0", b"")).status_code == 204
     assert pair.ranks[0].received[-1].json == {"wait": 0.0}
     assert pair.ranks[0].received[-1].target == "/rl/v1/lease?owner=me"

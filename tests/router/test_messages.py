@@ -32,9 +32,8 @@ async def test_a_request_that_is_too_large_is_an_error_in_the_form_of_messages(
     for path in PATHS:
         response = await lab.post(path, b"x" * 200_000, lab.key(0))
         refused(response, 413, "request_too_large", "payload_too_large")
-    wire = await lab.connect()
-    more = "".join(f"x-more-{k}: {'y' * 20_000}\r\n" for k in range(2))
-    await wire.send(f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n{more}\r\n".encode())
+    more = [f"x-more-{k}: {'y' * 20_000}" for k in range(2)]
+    wire = await lab.raw("POST /v1/messages", *more)
     assert " 413 " in await wire.head()
     data = await wire.take(30)
     assert data.startswith(b'{"type":"error"'), data

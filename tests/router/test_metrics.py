@@ -18,9 +18,8 @@ from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric, merged
 from router.metrics import CLIENT_LEFT, METRICS
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received, die
+from tests.support.router import FakeRank, Lab, Received, answer_empty, die, never, says
 
-ADMIN = "admin-key-1"
 SESSIONS = Metric("any_agent_sessions", "gauge", "Sessions.", ("state",))
 
 
@@ -110,21 +109,7 @@ async def test_parts_that_do_not_answer_are_shown_as_down(
     monkeypatch.setattr(metrics_module, "TIMEOUT", 0.2)
     first, second = pair.ranks
     shows_metrics(first, sessions=1)
-    never = asyncio.Event()
-
-    async def hang(_: Received) -> None:
-        await never.wait()
-
-    async def fail(received: Received) -> None:
-        await received.answer({"error": "x"}, status=500)
-
-    async def other(received: Received) -> None:
-        await received.answer({"any_agent_sessions": 1})
-
-    async def die(received: Received) -> None:
-        received.die()
-
-    for handler in (hang, fail, other, die):
+    for handler in (never, says({"error": "x"}, status=500), says({"any_agent_sessions": 1}), die):
         second.handler = handler
         now = await scrape(pair)
         assert now.up() == {"rank-0": 1, "rank-1": 0}
@@ -202,15 +187,9 @@ async def test_failures_are_counted_by_their_kind(pair: Lab) -> None:
     assert now("any_agent_router_answers_aborted_total") == 1
     assert now("any_agent_router_requests_total", route="completions", status="502") == 1
 
-    came, never = asyncio.Event(), asyncio.Event()
-
-    async def hold(_: Received) -> None:
-        came.set()
-        await never.wait()
-
-    rank.handler = hold
+    rank.handler = never
     call = asyncio.create_task(pair.post("/v1/chat/completions", {}, key))
-    await came.wait()
+    await until(lambda: rank.received[-1].target != "/metrics")
     call.cancel()
     await until(lambda: pair.router.stats.ended["completions", CLIENT_LEFT])
     await rank.kill()
@@ -221,7 +200,7 @@ async def test_failures_are_counted_by_their_kind(pair: Lab) -> None:
         return (await scrape(pair))("any_agent_router_requests_waiting") == 1
 
     await until(waits)
-    rank.handler = FakeRank().handler
+    rank.handler = answer_empty
     await pair.restart(rank)
     assert (await waiting).status_code == 200
     assert (await scrape(pair))("any_agent_router_requests_waiting") == 0
@@ -231,8 +210,4 @@ async def test_failures_are_counted_by_their_kind(pair: Lab) -> None:
 def test_merging_takes_nothing_that_is_no_sample() -> None:
     assert merged(
         ["<html>\n# x\nhello 1\n", "#\n# HELP \n# HELP a x\nb 1\na 1\n"]
-    ).splitlines() == [
-        "# HELP ",
-        "# HELP a x",
-        "a 1",
-    ]
+    ).splitlines() == ["# HELP ", "# HELP a x", "a 1"]

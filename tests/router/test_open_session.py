@@ -6,6 +6,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from types import SimpleNamespace
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -14,7 +15,7 @@ from router import open_session, upstream
 from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
-from tests.support.router import FakeRank, Lab, Received, never, refuses
+from tests.support.router import FakeRank, Lab, Received, never, refusal, refuses
 
 START = "/rl/v1/start_session"
 NO_SLOT = {"error": {"code": "no_capacity"}}
@@ -49,9 +50,6 @@ def opened(lab: Lab) -> list[int]:
     return [len(rank.received) for rank in lab.ranks]
 
 
-# -- groups and keys ---------------------------------------------------------------------------
-
-
 async def test_groups_and_tasks_go_home(start_lab: StartLab) -> None:
     lab = await start_lab(ranks=3)
     for k in range(12):
@@ -61,11 +59,8 @@ async def test_groups_and_tasks_go_home(start_lab: StartLab) -> None:
         await lab.get(f"{START}?group_id=g{k}&task_id=t")
     for rank in lab.ranks:
         for received in rank.received:
-            fields = (
-                received.json
-                if received.body
-                else dict(pair.split("=") for pair in received.target.partition("?")[2].split("&"))
-            )
+            query = received.target.partition("?")[2]
+            fields = received.json if received.body else dict(parse_qsl(query))
             assert home_of(fields.get("group_id") or fields["task_id"], range(3)) == rank.number
 
 
@@ -110,8 +105,7 @@ async def test_an_earlier_key_goes_to_its_rank_unless_the_group_has_another(pair
     assert opened(pair) == [0, 3]
     key = pair.key(1 - home_of("g", range(2)))
     response = await pair.post(START, {"api_key": key, "group_id": "g"})
-    assert response.status_code == 409
-    assert response.json()["error"]["code"] == "lane_on_other_rank"
+    assert refusal(response) == (409, "lane_on_other_rank")
     assert key not in response.text
 
 
@@ -131,9 +125,6 @@ async def test_a_session_that_is_named_beside_a_group_does_not_move_it(pair: Lab
     ):
         await pair.post(START + query, {"group_id": "g"}, **headers)
     assert len(pair.ranks[home].received) == 2
-
-
-# -- the others --------------------------------------------------------------------------------
 
 
 async def test_opens_are_spread_evenly(start_lab: StartLab) -> None:
@@ -192,8 +183,7 @@ async def test_without_a_slot_the_last_answer_is_429(pair: Lab) -> None:
 
 
 async def test_a_get_asks_each_rank_once_and_then_waits(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = refuses("no_capacity", 429)
+    pair.handle(refuses("no_capacity", 429))
     await pair.get(f"{START}?mode=train&wait=30&metadata=")
     targets = [r.target for rank in pair.ranks for r in rank.received]
     assert len(targets) == 3
@@ -204,10 +194,7 @@ async def test_a_get_asks_each_rank_once_and_then_waits(pair: Lab) -> None:
 async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
     for rank in pair.ranks:
         slots(rank)
-    wire = await (await pair.connect()).send(
-        b"POST /rl/v1/start_session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\n"
-        b'{"wait": 60}'
-    )
+    wire = await pair.raw(f"POST {START}", body=b'{"wait": 60}')
     await until(lambda: sum(opened(pair)) == 3, "it waits")
     wire.close()
     await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the rank is told")
@@ -228,8 +215,7 @@ async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
 async def test_other_refusals_of_a_rank_are_passed_on(
     pair: Lab, code: str, status: int, tried: int
 ) -> None:
-    for rank in pair.ranks:
-        rank.handler = refuses(code, status)
+    pair.handle(refuses(code, status))
     assert (await pair.post(START, {"wait": 1})).status_code == status
     assert sum(opened(pair)) == tried
 
@@ -251,18 +237,12 @@ async def test_malformed_opens_are_a_ranks_business(pair: Lab, body: bytes) -> N
     assert [r.body for rank in pair.ranks for r in rank.received] == [body]
 
 
-# -- queries -----------------------------------------------------------------------------------
-
-
 async def test_a_wait_by_query_is_waited_in_slices(pair: Lab) -> None:
     async def full(received: Received) -> None:
-        if received.json["wait"]:
-            await received.answer({"waited": received.json["wait"]})
-        else:
-            await received.answer(NO_SLOT, status=429)
+        wait = received.json["wait"]
+        await received.answer({"waited": wait} if wait else NO_SLOT, status=200 if wait else 429)
 
-    for rank in pair.ranks:
-        rank.handler = full
+    pair.handle(full)
     answer = (await pair.post(f"{START}?wait=30&ttl=9", {"metadata": {"a": 1}})).json()
     assert 0 < answer["waited"] <= 30
     told = [r for rank in pair.ranks for r in rank.received]
@@ -284,9 +264,6 @@ async def test_the_query_of_an_open_is_bounded(pair: Lab) -> None:
     response = await pair.post(f"{START}?{'a=1&' * 3000}", b"")
     assert response.status_code == 400
     assert opened(pair) == [0, 0]
-
-
-# -- ranks that stall and ranks without an engine ----------------------------------------------
 
 
 def stall(lab: Lab, rank: FakeRank) -> None:

@@ -22,8 +22,6 @@ from tests.support.real_parts import await_url, environment, write_config
 
 pytestmark = pytest.mark.service
 
-SECRET = "operator-secret-4711"
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
@@ -42,9 +40,7 @@ def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def running(
-    config: Path, *arguments: str, **env: str
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def running(config: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A router on a port that stays reserved, as the launcher's does; and its URL."""
     log = config.parent / "router.log"
     with closing(reserve("127.0.0.1", 0)) as reserved, open(log, "wb") as out:
@@ -54,7 +50,7 @@ def running(
             command(config, "--host", "127.0.0.1", "--port", str(port), *arguments),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=environment(**env),
+            env=environment(),
         )
         try:
             await_url(f"{url}/healthz", process, log)
@@ -90,23 +86,6 @@ def test_the_router_process_ends_when_it_is_told_to(config: Path, number: signal
         process.send_signal(number)
         assert process.wait(60) == 0
     assert "Traceback" not in (config.parent / "router.log").read_text()
-
-
-def test_the_router_process_comes_back_on_its_port_after_a_kill(config: Path) -> None:
-    with closing(reserve("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-        log = config.parent / "router.log"
-        for _ in range(3):
-            with open(log, "wb") as out:
-                arguments = ["--host", "127.0.0.1", "--port", str(port)]
-                process = subprocess.Popen(
-                    command(config, *arguments), stdout=out, stderr=out, env=environment()
-                )
-            try:
-                await_url(f"http://127.0.0.1:{port}/healthz", process, log)
-            finally:
-                process.kill()
-                process.wait()
 
 
 def test_the_router_process_tells_its_public_url(config: Path) -> None:

@@ -16,7 +16,6 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from any_agent.chat import ChatFormat
 from any_agent.errors import ConfigError, StartupError
@@ -26,14 +25,10 @@ from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.real_parts import await_url, environment
-from tests.support.router import FakeRank, Received
+from tests.support.router import FakeRank, Received, refusal
 from tests.support.scripted_engine import ScriptedEngine
 
 ADMIN = "operator-secret-4711"
-
-
-def client_of(server: TestServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=str(server.make_url("/")), timeout=LIMIT)
 
 
 @asynccontextmanager
@@ -94,24 +89,18 @@ async def pair(
 async def test_sessions_open_in_turn_and_stay_where_they_are(pair: list[Proxy]) -> None:
     """Behind any aiohttp server, whose handler it may be."""
     # Their order does not matter: each proxy says which rank it is.
-    router = ProxyRouter([pair[1].url, pair[0].url + "/"])
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", router.route_request)
-    async with TestServer(app) as server, router, client_of(server) as http:
+    async with served(ProxyRouter([pair[1].url, pair[0].url + "/"])) as http:
         opened = [(await http.post("/rl/v1/start_session", json={})).json() for _ in range(4)]
         ranks = [rank_of_session(session["session_id"]) for session in opened]
         assert sorted(ranks) == [0, 0, 1, 1]
         for session in opened:
             key = session["api_key"]
-            async with openai.AsyncOpenAI(
-                base_url=str(server.make_url("/v1")), api_key=key
-            ) as agent:
+            async with openai.AsyncOpenAI(base_url=f"{http.base_url}v1", api_key=key) as agent:
                 answer = await agent.chat.completions.create(model="any", messages=HELLO)  # type: ignore[arg-type]
             body = {"completion_id": answer.id, "reward": 1.0}
             headers = {"Authorization": f"Bearer {key}"}
-            assert (
-                await http.post("/rl/v1/set_reward", json=body, headers=headers)
-            ).status_code == 200
+            rewarded = await http.post("/rl/v1/set_reward", json=body, headers=headers)
+            assert rewarded.status_code == 200
             await http.post("/rl/v1/finalize", json={}, headers=headers)
         listed = (await http.get("/rl/v1/sessions")).json()
         assert len(listed) == 4
@@ -166,8 +155,7 @@ async def test_an_encoded_body_goes_nowhere(rank: FakeRank) -> None:
             headers = {"Content-Encoding": encoding}
             body = gzip.compress(b"A" * 100_000)
             refused = await http.post("/v1/chat/completions", content=body, headers=headers)
-            assert refused.status_code == 415
-            assert refused.json()["error"]["code"] == "unsupported_encoding"
+            assert refusal(refused) == (415, "unsupported_encoding")
         assert not rank.received
         headers = {"Content-Encoding": "identity"}
         taken = await http.post("/v1/chat/completions", content=b"{}", headers=headers)

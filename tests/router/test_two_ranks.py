@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import httpx
 import openai
@@ -25,15 +24,11 @@ from any_agent.protocol.rl import SessionStarted
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
-from any_agent.types import SessionState
 from proxy_ext.server import entry_of
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
-from tests.support.router import serving
+from tests.support.router import bearer, serving
 from tests.support.scripted_engine import ScriptedEngine
-
-T = TypeVar("T")
-Start: TypeAlias = Callable[..., Awaitable["Pair"]]
 
 
 @dataclass
@@ -44,10 +39,9 @@ class Pair:
     chat: ChatFormat
     engines: list[ScriptedEngine]
     port: int
-    proxies: dict[int, Proxy]
-    stacks: dict[str, AsyncExitStack]
+    proxies: dict[int, Proxy] = field(default_factory=dict)
+    stacks: dict[str, AsyncExitStack] = field(default_factory=dict)
     """What ends a part, by its name."""
-    boots: itertools.count[int]
 
     @property
     def url(self) -> str:
@@ -59,18 +53,17 @@ class Pair:
             self.config, self.chat, engine_url=self.engines[rank].url, rank=rank
         )
         self.proxies[rank] = await stack.enter_async_context(context)
-        boot = f"boot-{next(self.boots)}"
-        self._tell(rank, boot)
-        stack.callback(asyncio.create_task(self._beat(rank, boot)).cancel)
+        self._tell(rank)
+        stack.callback(asyncio.create_task(self._beat(rank)).cancel)
 
-    async def _beat(self, rank: int, boot: str) -> None:
+    async def _beat(self, rank: int) -> None:
         while True:
             await asyncio.sleep(0.2)
-            self._tell(rank, boot)
+            self._tell(rank)
 
-    def _tell(self, rank: int, boot: str) -> None:
+    def _tell(self, rank: int) -> None:
         proxy = self.proxies[rank]
-        entry = entry_of(proxy.service, url=proxy.url, boot_id=boot)
+        entry = entry_of(proxy.service, url=proxy.url, boot_id="boot")
         publish(trial_dir(self.config).registry, entry)
 
     async def start_router(self) -> None:
@@ -86,17 +79,14 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(
-    root: Path, chat: ChatFormat, *settings: str, engines: int = 2
-) -> AsyncIterator[Pair]:
-    """``engines``: more than two are for ranks that a test starts later."""
+async def running_pair(root: Path, chat: ChatFormat, *settings: str) -> AsyncIterator[Pair]:
     config = config_for(root, "server.ranks=2", *settings)
     trial_dir(config).create()
-    scripted = [ScriptedEngine(decode=chat.decode) for _ in range(engines)]
+    engines = [ScriptedEngine(decode=chat.decode) for _ in range(2)]
     async with AsyncExitStack() as stack:
-        for engine in scripted:
+        for engine in engines:
             await stack.enter_async_context(engine.serve())
-        pair = Pair(config, chat, scripted, own_port(), {}, {}, itertools.count())
+        pair = Pair(config, chat, engines, own_port())
         try:
             for rank in range(2):
                 await pair.start_rank(rank)
@@ -109,20 +99,10 @@ async def running_pair(
 
 
 @pytest.fixture
-async def start(tmp_path: Path, chat: ChatFormat) -> AsyncIterator[Start]:
-    async with AsyncExitStack() as stack:
-
-        async def make(*settings: str) -> Pair:
-            return await stack.enter_async_context(running_pair(tmp_path, chat, *settings))
-
-        yield make
-
-
-@pytest.fixture
-async def pair(start: Start) -> Pair:
-    pair = await start()
-    await pair.admit(100)
-    return pair
+async def pair(tmp_path: Path, chat: ChatFormat) -> AsyncIterator[Pair]:
+    async with running_pair(tmp_path, chat) as pair:
+        await pair.admit(100)
+        yield pair
 
 
 @pytest.fixture
@@ -137,27 +117,24 @@ async def http(pair: Pair) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": "gpt-4o", "messages": HELLO, "max_tokens": 4, **fields}
-
-
-async def call(http: httpx.AsyncClient, key: str) -> str:
-    """One model call; the session that it was recorded in."""
-    response = await http.post(
-        "/v1/chat/completions", json=body(), headers={"Authorization": f"Bearer {key}"}
-    )
-    assert response.status_code == 200, response.text
-    return response.headers["x-any-agent-session"]
-
-
-async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
-    """An open without an Idempotency-Key, which each rank gets in turn."""
-    response = await http.post("/rl/v1/start_session", json=fields)
+async def opened(http: httpx.AsyncClient, key: str | None = None, **fields: Any) -> SessionStarted:
+    """An open without an Idempotency-Key, which would choose its rank: each gets one in turn."""
+    response = await http.post("/rl/v1/start_session", json=fields, headers=bearer(key))
     assert response.status_code == 200, response.text
     return SessionStarted.model_validate_json(response.content)
 
 
-# -- sessions ----------------------------------------------------------------------------------
+async def finished(client: RLClient, http: httpx.AsyncClient) -> str:
+    """A session of one call and a reward."""
+    session = await opened(http)
+    await call(client, session)
+    await client.finalize(session.api_key, 1.0)
+    return session.session_id
+
+
+async def call(client: RLClient, session: SessionStarted) -> None:
+    body = {"model": "m", "messages": HELLO, "max_tokens": 4}
+    await client.request("POST", "/chat/completions", body, key=session.api_key, base="/v1")
 
 
 # -- calls -------------------------------------------------------------------------------------
@@ -192,16 +169,6 @@ async def test_a_call_that_openais_sdk_repeats_after_a_break_is_sampled_once(
     assert len(engine.requests) == 1
 
 
-# -- the operator and the trainer --------------------------------------------------------------
-
-
-async def finished(client: RLClient, http: httpx.AsyncClient, **fields: Any) -> str:
-    session = await opened(http, **fields)
-    await call(http, session.api_key)
-    await client.finalize(session.api_key, 1.0)
-    return session.session_id
-
-
 async def test_lease_export_and_ack_over_ranks(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
@@ -228,76 +195,24 @@ async def test_lease_export_and_ack_over_ranks(
 
 
 async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:
-    async with running_pair(tmp_path, chat, "server.admin_key=operator-secret") as pair:
+    async with (
+        running_pair(tmp_path, chat, "server.admin_key=operator-secret") as pair,
+        httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http,
+    ):
         await pair.admit(10)
-        await tenants_of(pair)
-
-
-async def tenants_of(pair: Pair) -> None:
-    path = trial_dir(pair.config).keys
-    keys = {name: create_key(path, "tenant", tenant=name)[0] for name in ("alice", "bob")}
-    opened: dict[str, set[str]] = {}
-    for name, key in keys.items():
-        opened[name] = {await session_of(pair, key) for _ in range(4)}
-        assert {rank_of_session(id) for id in opened[name]} == {0, 1}
-        async with RLClient(pair.url, admin_key=key, trust_env=False) as client:
+        path = trial_dir(pair.config).keys
+        keys = {name: create_key(path, "tenant", tenant=name)[0] for name in ("alice", "bob")}
+        own: dict[str, set[str]] = {}
+        for name, key in keys.items():
+            own[name] = {(await opened(http, key)).session_id for _ in range(4)}
+            assert {rank_of_session(id) for id in own[name]} == {0, 1}
+        own[""] = own["alice"] | own["bob"]
+        for name, key in {**keys, "": "operator-secret"}.items():
+            answer = await http.get("/rl/v1/sessions", headers=bearer(key))
+            assert {session["session_id"] for session in answer.json()} == own[name]
+        async with RLClient(pair.url, admin_key=keys["bob"], trust_env=False) as client:
             with pytest.raises(Forbidden):
                 await client.get_capacity()
-    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
-        for name, key in {**keys, "": "operator-secret"}.items():
-            answer = await http.get("/rl/v1/sessions", headers={"authorization": f"Bearer {key}"})
-            assert answer.status_code == 200, answer.text
-            seen = {session["session_id"] for session in answer.json()}
-            assert seen == (opened[name] if name else opened["alice"] | opened["bob"])
-    async with RLClient(pair.url, admin_key=keys["bob"], trust_env=False) as client:
-        for id in opened["alice"]:
-            with pytest.raises(NotFound):
-                await client.session_info(id)
-
-
-async def session_of(pair: Pair, key: str) -> str:
-    """A new session, opened without an idempotency key, which would choose its rank."""
-    headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
-        answer = await http.post("/rl/v1/start_session", json={}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["session_id"])
-
-
-async def judged(client: RLClient, pair: Pair) -> SessionStarted:
-    """A session with one call that awaits its reward, kept alive on the way."""
-    session = await client.start_session()
-    assert (await client.heartbeat(session)).session_id == session.session_id
-    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http:
-        response = await http.post(
-            "/v1/chat/completions",
-            json={"model": "m", "messages": HELLO, "max_tokens": 4},
-            headers={"authorization": f"Bearer {session.api_key}"},
-        )
-    assert response.status_code == 200, response.text
-    await client.finalize(session.api_key, await_reward=True)
-    await client.set_reward(session.api_key, {"correct": 1})
-    assert (await client.finalize(session.api_key)).state == "finalized"
-    return session
-
-
-async def test_requests_that_name_a_session_take_effect_at_its_own_rank(pair: Pair) -> None:
-    async with RLClient(pair.url, timeout=LIMIT, retry_for=5) as client:
-        sessions: list[SessionStarted] = []
-        ranks: list[int | None] = []
-        # The key of each open decides the rank, by chance.
-        while len(sessions) < 3 or (set(ranks) != {0, 1} and len(sessions) < 64):
-            sessions.append(await judged(client, pair))
-            ranks.append(rank_of_session(sessions[-1].session_id))
-        assert set(ranks) == {0, 1}
-        for session in sessions[:2]:
-            info = await client.veto_session(session.session_id, "by a test")
-            assert (info.state, info.reason) == ("rejected", "vetoed: by a test")
-        for session in sessions:
-            info = await client.delete_session(session.session_id)
-            assert (info.state, info.content) == ("rejected", "deleted")
-            details = await client.session_details(session.session_id)
-            assert [(r.name, r.value) for r in details.reward_history] == [("correct", 1)]
-    for rank, proxy in pair.proxies.items():
-        counts = proxy.service.sessions.counts
-        assert counts.now["train", SessionState.REJECTED] == ranks.count(rank)
+            for id in own["alice"]:
+                with pytest.raises(NotFound):
+                    await client.session_info(id)

@@ -24,15 +24,6 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_each_file_of_a_run_has_its_place(run: RunDir, tmp_path: Path) -> None:
-    assert run.path == tmp_path / "me" / "exp" / "trial"
-    for folder in (run.weights, run.checkpoints, run.manifests, run.logs):
-        assert folder.is_dir()
-    assert run.journal(3).name == "rank-3.sqlite"
-    assert run.journal(3).parent.is_dir()
-    run.create()  # again: nothing happens
-
-
 def test_a_run_folder_is_readable_by_its_owner_alone(run: RunDir) -> None:
     run.signing_secrets()
     with run.lock():
@@ -85,7 +76,6 @@ def test_the_secret_is_made_once_for_its_owner_only(run: RunDir) -> None:
     assert run.signing_secret() == secret
     assert (run.path / "secret.key").stat().st_mode & 0o777 == 0o600
     assert [p.name for p in run.path.iterdir() if "secret" in p.name] == ["secret.key"]
-    assert RunDir(run.path.parent / "other").path != run.path
 
 
 @pytest.mark.parametrize("content", ["", "00" * 31, "zz" * 32, "\x00" * 64])

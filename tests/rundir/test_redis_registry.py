@@ -12,12 +12,12 @@ from any_agent.config import load_config
 from any_agent.rundir.redis_registry import RedisEntries
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry, publish
 from any_agent.rundir.store_beside import store_beside
+from tests.support.launcher.children import until
 from tests.support.redis_fixtures import server
 from tests.support.redis_server import RedisServer
 
 __all__ = ["server"]
 
-WITHIN = 15.0
 RUN = "me/experiment/trial"
 
 
@@ -25,13 +25,6 @@ def entry(version: int = 0, boot_id: str = "one") -> RegistryEntry:
     return RegistryEntry(
         name="rank-0", boot_id=boot_id, url="http://127.0.0.1:1", pid=1, version=version
     )
-
-
-def until(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WITHIN
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

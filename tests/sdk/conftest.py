@@ -1,5 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.sdk.hops import Server, serving
 from tests.support.sdk_fixtures import chat, engine, serve, served
 
 __all__ = ["chat", "engine", "serve", "served"]
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.fixture
+async def elsewhere() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server

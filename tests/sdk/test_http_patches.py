@@ -7,8 +7,6 @@ import contextvars
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
@@ -19,37 +17,13 @@ import requests
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.http_patches import patches
-from tests.support.sdk.hops import CLIENTS, Get, Server, serving
+from tests.support.sdk.hops import CLIENTS, KEY, Get, Server, in_session
 
-KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 OTHER = "sk-v1.0.cccccccccccccccccccccccc.dddddddddddddddddddddddddddddddd"
 # aiohttp's own authentication, which there still is.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.support.sdk.hops")
 OURS, OTHERS = f"Bearer {KEY}", f"Bearer {OTHER}"
 URL = "http://service:8000"
-
-
-@contextmanager
-def in_session(url: str, key: str = KEY) -> Iterator[None]:
-    patches.acquire()
-    membership = ambient.join(url, key)
-    try:
-        yield
-    finally:
-        ambient.leave(membership)
-        patches.release()
-
-
-@pytest.fixture
-async def service() -> AsyncIterator[Server]:
-    async with serving() as server:
-        yield server
-
-
-@pytest.fixture
-async def elsewhere() -> AsyncIterator[Server]:
-    async with serving() as server:
-        yield server
 
 
 @pytest.mark.parametrize("get", CLIENTS)
@@ -230,9 +204,6 @@ async def test_responses_and_errors_show_no_key(service: Server) -> None:
         assert (headers["authorization"], headers["x-api-key"]) == ("Bearer mine", "mine")
 
 
-# -- contexts --------------------------------------------------------------------------------------
-
-
 async def test_only_calls_within_a_sessions_context_join_it(service: Server) -> None:
     """Tasks, and threads that copy the context, are in; others, begun before or after, are not."""
 
@@ -303,8 +274,6 @@ def test_nobody_comes_back_to_a_session_that_was_left() -> None:
     ambient.leave(inner)
     assert key() is None
 
-
-# -- patches ---------------------------------------------------------------------------------------
 
 PLACES: list[tuple[Any, str]] = [
     (httpx.Client, "_send_single_request"),

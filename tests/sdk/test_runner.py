@@ -185,12 +185,8 @@ async def test_too_many_failures_in_a_row_end_the_run(served: Served) -> None:
 
 async def test_a_missing_reward_is_a_given_one_or_awaited(served: Served) -> None:
     async with asker() as one:
-
-        async def agent(item: dict[str, Any]) -> None:
-            await one.ask(item)
-
-        zero = await runner(missing_reward=0.0).arun(agent, ITEMS[:1])
-        late = await runner(missing_reward="await").arun(agent, ITEMS[:1])
+        zero = await runner(missing_reward=0.0).arun(one.run, ITEMS[:1])
+        late = await runner(missing_reward="await").arun(one.run, ITEMS[:1])
     assert [(r.state, r.reward) for r in zero] == [("finalized", 0.0)] * 2
     assert [(r.state, r.reward) for r in late] == [("awaiting_reward", None)] * 2
     assert len(await leased(served.proxy)) == 2
@@ -312,7 +308,9 @@ def _body(item: dict[str, Any]) -> dict[str, Any]:
     return {"model": "gpt-4o", "messages": messages, "max_tokens": 4}
 
 
-def test_a_bar_is_one_line_that_is_drawn_over() -> None:
+def test_a_bar_is_one_line_that_is_drawn_over_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream = io.StringIO()
     bar = ProgressBar(stream)
     state = RunProgress(total=4)
@@ -327,16 +325,11 @@ def test_a_bar_is_one_line_that_is_drawn_over() -> None:
     assert second.startswith("." * 24 + " 0/4 runs | 0 running | ")
     assert third.startswith("#" * 24 + " 4/4 runs | 2 running | ")
     assert third.endswith("/s | 1 failed | mean reward 0.500\n")
-
-
-def test_the_progress_bar_is_drawn_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    stream = io.StringIO()
+    state, stream = RunProgress(total=1000), io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: state.done * 0.01)
     bar = ProgressBar(stream)
-    state = RunProgress(total=1000)
     for done in range(100):
-        state.done, now = done, done * 0.01
+        state.done = done
         bar(state)
     assert stream.getvalue().count("\r") == 5
 

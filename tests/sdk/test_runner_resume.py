@@ -87,18 +87,13 @@ async def test_a_run_that_was_finalized_and_not_written_down_is_not_repeated(
     served: Served, tmp_path: Path
 ) -> None:
     file = tmp_path / "r.jsonl"
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any]) -> float:
-            await one.ask(item)
-            return 0.5
-
-        first = await runner(file).arun(agent, ITEMS)
+    async with asker(0.5) as one:
+        first = await runner(file).arun(one.run, ITEMS)
         # Killed before the results were written; then also before it was known what was open.
         for lost in (["state"], ["state", "opened"]):
             asked = one.asked.total()
             without(file, *lost)
-            again = await runner(file).arun(agent, ITEMS)
+            again = await runner(file).arun(one.run, ITEMS)
             assert {r.session_id: r.reward for r in again} == {r.session_id: 0.5 for r in first}
             # Whoever does not know that a session is over finds out by its first call.
             assert one.asked.total() - asked == (0 if len(lost) == 1 else len(ITEMS) * 2)
@@ -111,14 +106,9 @@ async def test_sessions_that_a_killed_runner_had_just_opened_are_taken_up(
     """It was killed while it opened them. They are taken up, if they are what would be opened now;
     else they are left to expire."""
     file = tmp_path / "r.jsonl"
-    async with asker() as one:
-
-        async def agent(item: dict[str, Any]) -> float:
-            await one.ask(item)
-            return 1.0
-
-        await runner(file, group_size=1).arun(agent, ITEMS[:1])
-        known = await runner(file, group_size=1).arun(agent, ITEMS[:1])
+    async with asker(1.0) as one:
+        await runner(file, group_size=1).arun(one.run, ITEMS[:1])
+        known = await runner(file, group_size=1).arun(one.run, ITEMS[:1])
         header = lines_of(file)[0]
         file.write_text(
             json.dumps({**header, "items": 2, "data": fingerprint(items_of(ITEMS[:2]))})
@@ -133,7 +123,7 @@ async def test_sessions_that_a_killed_runner_had_just_opened_are_taken_up(
             headers={"idempotency-key": key, "authorization": f"Bearer {served.tenant_key}"},
         )
         assert other.status_code == 200, other.text
-        results = await runner(file, group_size=1).arun(agent, ITEMS[:2])
+        results = await runner(file, group_size=1).arun(one.run, ITEMS[:2])
     assert [result.ok for result in results] == [True, True]
     assert results[1].group_id == f"{known.run}-0-1.1"
     assert results[1].session_id != other.json()["session_id"]
@@ -179,22 +169,18 @@ async def test_runs_whose_group_went_on_without_them_make_another(
 
 async def test_another_runs_file_is_refused(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-
-    async def agent(item: dict[str, Any], session: AsyncSession) -> float:
-        await served.proxy.complete(session.api_key)
-        return 1.0
-
-    await runner(file).arun(agent, ITEMS[:2])
-    before = file.read_text()
-    for settings, data, difference in (
-        ({}, ITEMS[:3], "2 items, not 3"),
-        ({}, [*ITEMS[:1], {"question": "Say what?"}], "another dataset"),
-        ({"group_size": 3}, ITEMS[:2], "group_size 2, not 3"),
-        ({"mode": "eval"}, ITEMS[:2], "mode train, not eval"),
-    ):
-        with fails_with(ConfigError, file, difference):
-            await runner(file, **settings).arun(agent, data)
-    assert file.read_text() == before
-    # More epochs of the same are the same run.
-    results = await runner(file, epochs=2).arun(agent, ITEMS[:2])
+    async with asker(1.0) as one:
+        await runner(file).arun(one.run, ITEMS[:2])
+        before = file.read_text()
+        for settings, data, difference in (
+            ({}, ITEMS[:3], "2 items, not 3"),
+            ({}, [*ITEMS[:1], {"question": "Say what?"}], "another dataset"),
+            ({"group_size": 3}, ITEMS[:2], "group_size 2, not 3"),
+            ({"mode": "eval"}, ITEMS[:2], "mode train, not eval"),
+        ):
+            with fails_with(ConfigError, file, difference):
+                await runner(file, **settings).arun(one.run, data)
+        assert file.read_text() == before
+        # More epochs of the same are the same run.
+        results = await runner(file, epochs=2).arun(one.run, ITEMS[:2])
     assert len(results) == 8

@@ -53,9 +53,7 @@ async def test_the_pages_example_loads_the_trained_model(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANY_AGENT_USER", "me")
     trial = save_trial(Path("runs"), {(1, 1): tiny_model_dir}, base=tiny_model_dir)
-    assert trial.path == tmp_path / "runs/me/exp/one"
-    (tmp_path / "runs/me/exp/one").rename(tmp_path / "runs/me/first")
-    (tmp_path / "runs/me/exp").rename(tmp_path / "runs/me/arithmetic")
-    (tmp_path / "runs/me/first").rename(tmp_path / "runs/me/arithmetic/first")
+    trial.path.rename(trial.path.with_name("first"))
+    trial.path.parent.rename(tmp_path / "runs/me/arithmetic")
     await run(name)
     assert capsys.readouterr().out.endswith("\n")

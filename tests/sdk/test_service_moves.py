@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 from openai import AsyncOpenAI
 
 from any_agent import AgentSession
@@ -23,28 +21,15 @@ from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import moved, url_file
 from any_agent.errors import ConfigError, ServiceUnavailable
 from any_agent.sdk import find_service
-from any_agent.sdk import session_context as ambient
 from any_agent.sdk.http_patches import patches
 from any_agent.sdk.session import AsyncSession
 from tests.support.errors import fails_with
-from tests.support.sdk.hops import CLIENTS, Get, Server, serving
+from tests.support.middleman import between
+from tests.support.sdk.hops import CLIENTS, KEY, Get, Server, in_session
 from tests.support.sdk_fixtures import ADMIN, Serve, Served
 
-KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.support.sdk.hops")
 SAID = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
-
-
-@pytest.fixture
-async def first() -> AsyncIterator[Server]:
-    async with serving() as server:
-        yield server
-
-
-@pytest.fixture
-async def second() -> AsyncIterator[Server]:
-    async with serving() as server:
-        yield server
 
 
 @pytest.fixture
@@ -147,48 +132,45 @@ async def test_a_service_that_was_not_there_yet_is_waited_for(serve: Serve, plac
 
 @pytest.mark.parametrize("get", CLIENTS)
 async def test_clients_that_know_the_earlier_place_are_sent_to_the_new_one(
-    get: Get, first: Server, second: Server, place: Path
+    get: Get, service: Server, elsewhere: Server, place: Path
 ) -> None:
-    write(place, first.url)
-    patches.acquire()
-    membership = ambient.join(place.as_uri(), KEY)
-    try:
-        await get(f"{first.url}/v1/models", {})
-        write(place, second.url)
-        await get(f"{first.url}/v1/models", {})
+    write(place, service.url)
+    with in_session(place.as_uri()):
+        await get(f"{service.url}/v1/models", {})
+        write(place, elsewhere.url)
+        await get(f"{service.url}/v1/models", {})
         # Outside of every session it has one key, which is not theirs to send elsewhere.
-        assert [path for path, _ in second.seen] == ["/v1/models"]
-        await get(f"{first.url}/rl/v1/sessions", {})
-    finally:
-        ambient.leave(membership)
-        patches.release()
-    assert second.keys == [f"Bearer {KEY}"]
-    assert [head.get("host") for _, head in second.seen] == [second.url.removeprefix("http://")]
-    assert [path for path, _ in first.seen] == ["/v1/models", "/rl/v1/sessions"]
-    await get(f"{first.url}/v1/models", {})
-    assert len(second.seen) == 1
+        assert [path for path, _ in elsewhere.seen] == ["/v1/models"]
+        await get(f"{service.url}/rl/v1/sessions", {})
+    assert elsewhere.keys == [f"Bearer {KEY}"]
+    assert [head.get("host") for _, head in elsewhere.seen] == [
+        elsewhere.url.removeprefix("http://")
+    ]
+    assert [path for path, _ in service.seen] == ["/v1/models", "/rl/v1/sessions"]
+    await get(f"{service.url}/v1/models", {})
+    assert len(elsewhere.seen) == 1
 
 
 async def test_the_key_goes_to_nobody_who_came_to_the_earlier_place(
-    first: Server, second: Server, place: Path
+    service: Server, elsewhere: Server, place: Path
 ) -> None:
     """A client that bears the session's key itself, in no session: it is the service's."""
-    write(place, first.url)
-    write(place, second.url)
+    write(place, service.url)
+    write(place, elsewhere.url)
     patches.acquire()
     try:
         for get in CLIENTS:
             if "auth" not in get.__name__:
-                await get(f"{first.url}/v1/models", {"Authorization": f"Bearer {KEY}"})
-                await get(f"{first.url}/v1/models", {"Authorization": "Bearer sk-proj-mine"})
+                await get(f"{service.url}/v1/models", {"Authorization": f"Bearer {KEY}"})
+                await get(f"{service.url}/v1/models", {"Authorization": "Bearer sk-proj-mine"})
     finally:
         patches.release()
-    assert set(second.keys) == {f"Bearer {KEY}"}
-    assert set(first.keys) == {"Bearer sk-proj-mine"}
-    assert len(first.keys) == len(second.keys) > 3
+    assert set(elsewhere.keys) == {f"Bearer {KEY}"}
+    assert set(service.keys) == {"Bearer sk-proj-mine"}
+    assert len(service.keys) == len(elsewhere.keys) > 3
 
 
-async def test_a_client_that_waits_is_sent_to_the_new_place(second: Server, place: Path) -> None:
+async def test_a_client_that_waits_is_sent_to_the_new_place(elsewhere: Server, place: Path) -> None:
     """It is sent again to where the service has moved meanwhile."""
     write(place, "http://127.0.0.1:9")
 
@@ -197,7 +179,7 @@ async def test_a_client_that_waits_is_sent_to_the_new_place(second: Server, plac
             try:
                 return await super().handle_async_request(request)
             except httpx.ConnectError:
-                write(place, second.url)
+                write(place, elsewhere.url)
                 raise
 
     transport = RetryTransport(Moves(), patience=10.0)
@@ -206,7 +188,7 @@ async def test_a_client_that_waits_is_sent_to_the_new_place(second: Server, plac
             "http://127.0.0.1:9/v1/x", json={"a": 1}, headers={"Authorization": f"Bearer {KEY}"}
         )
     assert response.status_code == 200
-    assert [path for path, _ in second.seen] == ["/v1/x"]
+    assert [path for path, _ in elsewhere.seen] == ["/v1/x"]
 
 
 def test_only_urls_below_the_earlier_place_are_moved(place: Path) -> None:
@@ -249,35 +231,11 @@ async def test_an_agent_finds_its_service_by_the_file_in_its_environment(
     assert await served.state(session.session_id) == "finalized"
 
 
-@asynccontextmanager
-async def place_of(url: str) -> AsyncIterator[str]:
-    """Another place at which the service at a URL is, as long as the block takes."""
-    async with aiohttp.ClientSession() as http:
-
-        async def passed_on(request: web.BaseRequest) -> web.Response:
-            body = await request.read()
-            asked = http.request(
-                request.method, url + str(request.rel_url), data=body, headers=request.headers
-            )
-            async with asked as answer:
-                kept = ("Content-Type", "x-any-agent-api", "Retry-After")
-                headers = {k: v for k, v in answer.headers.items() if k in kept}
-                return web.Response(status=answer.status, body=await answer.read(), headers=headers)
-
-        runner = web.ServerRunner(web.Server(passed_on))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
-
 @pytest.mark.service
 async def test_a_session_goes_on_where_its_service_is(served: Served, place: Path) -> None:
     """Its calls, by clients of before and new ones, its reward and its end."""
     async with AsyncExitStack() as stack:
-        earlier = await stack.enter_async_context(place_of(served.url))
+        earlier = await stack.enter_async_context(between(served.url))
         write(place, earlier)
         url = place.as_uri()
         async with AgentSession("task", url=url, api_key=served.tenant_key) as session:
@@ -285,7 +243,7 @@ async def test_a_session_goes_on_where_its_service_is(served: Served, place: Pat
             await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
             assert session.base_url == f"{earlier}/v1"
             await stack.aclose()
-            later = await stack.enter_async_context(place_of(served.url))
+            later = await stack.enter_async_context(between(served.url))
             write(place, later)
             await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
             assert session.base_url == f"{later}/v1"

@@ -251,9 +251,6 @@ async def test_wrong_keys_and_fields_are_refused_by_name(served: Served) -> None
         await session.abort()
 
 
-# -- blocking --------------------------------------------------------------------------------------
-
-
 async def test_the_blocking_form_of_a_session_does_the_same(served: Served) -> None:
     def agent() -> str:
         with AgentSession("task-1", group_size=1) as session:
@@ -279,9 +276,6 @@ async def test_the_blocking_form_does_not_block_an_event_loop(served: Served) ->
             session.blocking.set_reward(1.0)
         await asyncio.to_thread(session.blocking.abort, "from a thread")
     assert (await served.info(session.session_id))["reason"] == "from a thread"
-
-
-# -- beats -----------------------------------------------------------------------------------------
 
 
 async def test_a_slow_tool_does_not_let_its_session_expire(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from any_agent.demo.demo import part_names
@@ -28,11 +26,6 @@ def step(number: int, **changes: Any) -> Step:
         "grad_norm": 1.0,
         "seconds": {"wait": 1.0, "forward": 0.2, "backward": 0.3, "sync": 0.1},
     } | changes
-
-
-def write_lines(path: Path, *lines: Step) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(each) + "\n" for each in lines)
 
 
 def fresh(ranks: int = 2) -> DemoState:

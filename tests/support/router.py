@@ -261,11 +261,31 @@ class Lab:
         await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", self.port))
         return Wire(*await asyncio.open_connection(sock=raw))
 
+    async def raw(
+        self,
+        request: str = "GET /v1/x",
+        *lines: str,
+        body: bytes | None = None,
+        version: str = "1.1",
+        receive_buffer: int | None = None,
+    ) -> Wire:
+        """A raw connection on which a request has been sent, with these headers."""
+        length = [] if body is None else [f"Content-Length: {len(body)}"]
+        head = [f"{request} HTTP/{version}", "Host: localhost", *lines, *length, "", ""]
+        wire = await self.connect(receive_buffer=receive_buffer)
+        return await wire.send("\r\n".join(head).encode() + (body or b""))
+
     def tell(self) -> None:
         """What the ranks would write to the registry now."""
         for rank in self.ranks:
             if rank.up and rank.number not in self.silent:
                 publish(self.registry, rank.entry())
+
+    def handle(self, *handlers: Handler) -> None:
+        """Have the ranks answer by these, in their order; by one alone, all of them."""
+        each = handlers if len(handlers) > 1 else handlers * len(self.ranks)
+        for rank, handler in zip(self.ranks, each, strict=True):
+            rank.handler = handler
 
     async def restart(self, rank: FakeRank) -> None:
         await rank.start()
@@ -274,6 +294,11 @@ class Lab:
 
 def bearer(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key is not None else {}
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    """The status and the code of an error."""
+    return response.status_code, response.json()["error"]["code"]
 
 
 @dataclass

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,24 +29,9 @@ from tests.support.errors import fails_with
 from tests.support.launcher.slurm_programs import ADDRESS, Programs
 from tests.support.launcher.stand_ins import Lab, checked_until
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.usefixtures("handlers", "programs")]
 
 JOB = SlurmJob(id="7", nodes=("n1",), gpus=0, restarts=0)
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    return Programs(tmp_path / "slurm", monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """A job is the whole of its process, a test is not."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def settings(lab: Lab, *more: str) -> Config:
@@ -63,23 +47,32 @@ def run(lab: Lab, config: Config, say: Callable[[str], None] = lambda _: None) -
     return run_job(config, JOB, stay=True, say=told)
 
 
-def warned_when_up(monkeypatch: pytest.MonkeyPatch, *, first: Callable[[], Any]) -> None:
-    """The job's time is almost over when all of it has begun."""
+def at_each_check(monkeypatch: pytest.MonkeyPatch, act: Callable[[HeadNode], object]) -> None:
+    """Act after each look of the node at its parts."""
     real = HeadNode.check
 
     def check(self: HeadNode) -> bool:
         trained = real(self)
-        if self.came_up:
-            first()
-            os.kill(os.getpid(), signal.SIGUSR1)
+        act(self)
         return trained
 
     monkeypatch.setattr(HeadNode, "check", check)
 
 
-def test_worker_nodes_read_the_roles_of_the_plan(
-    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+def warned_when_up(
+    monkeypatch: pytest.MonkeyPatch, *, first: Callable[[], object] = lambda: None
 ) -> None:
+    """The job's time is almost over when all of it has begun."""
+
+    def warn(node: HeadNode) -> None:
+        if node.came_up:
+            first()
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    at_each_check(monkeypatch, warn)
+
+
+def test_worker_nodes_read_the_roles_of_the_plan(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(lab, "server.ranks=4", "cluster.training_nodes=2")
     job = replace(JOB, nodes=("n1", "n2", "n3", "n4"))
     node = HeadNode(config, job, lambda _: None)
@@ -94,7 +87,7 @@ def test_a_job_that_had_begun_is_queued_again_and_goes_on_on_any_node(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This one's address is for this start alone, and a port that nobody asked for is no matter."""
-    warned_when_up(monkeypatch, first=lambda: None)
+    warned_when_up(monkeypatch)
     config = settings(lab, "server.port=8000")
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ConfigError):  # taken already
@@ -127,20 +120,13 @@ def test_a_job_whose_trainer_never_has_its_model_is_not_requeued(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service itself is there all the same."""
-    standin = lab.home / "standin.py"
-    source = standin.read_text()
-    state = '"state": "starting" if NAME == "trainer" else "ready"'
-    standin.write_text(source.replace('"boot_id": "b"', f'"boot_id": "b", {state}'))
-    assert standin.read_text() != source
-    real = HeadNode.check
+    lab.enter("trainer", state="starting")
 
-    def check(self: HeadNode) -> bool:
-        trained = real(self)
-        if (self.dir.registry / "trainer.json").exists():
+    def warn(node: HeadNode) -> None:
+        if (node.dir.registry / "trainer.json").exists():
             os.kill(os.getpid(), signal.SIGUSR1)
-        return trained
 
-    monkeypatch.setattr(HeadNode, "check", check)
+    at_each_check(monkeypatch, warn)
     assert run(lab, settings(lab)) == 1
     assert programs.requeued == []
 
@@ -180,13 +166,11 @@ def test_no_signal_interrupts_the_copy_of_the_journals(
         copied.append(True)
 
     monkeypatch.setattr(journals, "store_journals", leave)
-    warned_when_up(monkeypatch, first=lambda: None)
+    warned_when_up(monkeypatch)
     assert run(lab, settings(lab)) == 0
     assert copied == [True]
     assert programs.requeued == ["7"]
 
-
-# -- lost nodes ------------------------------------------------------------------------------------
 
 LOGGED = ("server.journal=redis://:a-secret-password@127.0.0.1:1/0", "cluster.lost_after=5")
 
@@ -239,22 +223,11 @@ def test_a_node_that_only_starts_again_keeps_its_ranks(lab: Lab, programs: Progr
         assert [one["node"] for one in programs.launched] == ["n2", "n2"]
 
 
-@pytest.mark.parametrize(
-    ("mood", "more"),
-    [
-        # Its disk has the journals.
-        ("lost", ("cluster.lost_after=5",)),
-        # Another one would do the same.
-        ("fails", LOGGED),
-    ],
-)
+@pytest.mark.parametrize(("mood", "more"), [("lost", LOGGED[1:]), ("fails", LOGGED)])
 def test_a_fault_that_another_node_could_not_mend_ends_the_job(
-    lab: Lab,
-    programs: Programs,
-    monkeypatch: pytest.MonkeyPatch,
-    mood: str,
-    more: tuple[str, ...],
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch, mood: str, more: tuple[str, ...]
 ) -> None:
+    """The lost one's disk has the journals; where launchers fail, another one would, too."""
     monkeypatch.setattr(component, "MAX_RESTARTS", 2)
     with (
         several(lab, *more) as node,
@@ -271,15 +244,7 @@ def test_a_job_that_no_other_node_can_carry_on_is_queued_again(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     """With all its nodes it goes on: nothing is lost but the node."""
-    real = HeadNode.check
-
-    def check(self: HeadNode) -> bool:
-        trained = real(self)
-        if self.came_up:
-            programs.mood("n2", "lost")
-        return trained
-
-    monkeypatch.setattr(HeadNode, "check", check)
+    at_each_check(monkeypatch, lambda node: node.came_up and programs.mood("n2", "lost"))
     config = settings(lab, *LOGGED, f"cluster.requeue={again}")
     job = replace(JOB, nodes=("n1", "n2"))
     said = lab.said.append

@@ -19,26 +19,29 @@ from tests.support.launcher.slurm_programs import Programs
 from tests.support.launcher.stand_ins import Lab
 
 KEY = "an-admin-key-of-thirty-two-letters"
-Submit = Callable[..., int]
+RUN = ("any_agent_grpo.py", "--config", "MY")
+Submit = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    return Programs(tmp_path / "slurm", monkeypatch)
-
-
-@pytest.fixture
-def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Submit:
-    """Submit with these arguments, of a run with an admin key; the exit code."""
+def submitted(
+    lab: Lab,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Submit:
+    """Submit with these arguments, of a run with an admin key; the exit code, and what was said."""
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", KEY)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(command, "SETTLE_SECONDS", 0.0)
     settings = lab.home / "my.yaml"
     settings.write_text(f"root: {lab.home / 'runs'}\nmodel: {{path: {lab.home / 'model'}}}\n")
 
-    def run(*arguments: str, wait: bool = False) -> int:
+    def run(*arguments: str, wait: bool = False) -> tuple[int, str]:
         told = [text.replace("MY", str(settings)) for text in arguments]
-        return command.main(told if wait else [*told, "--no-wait"])
+        code = command.main(told if wait else [*told, "--no-wait"])
+        said = capsys.readouterr()
+        return code, said.out if wait else said.err
 
     return run
 
@@ -51,11 +54,11 @@ def test_settings_may_stand_anywhere_on_the_command_line(
     submitted: Submit, lab: Lab, programs: Programs
 ) -> None:
     for arguments in (
-        ("any_agent_grpo.py", "--config", "MY", "train.lr=1e-5"),
+        (*RUN, "train.lr=1e-5"),
         ("any_agent_grpo.py", "train.lr=1e-5", "--config", "MY", "--stay"),
         ("--config", "MY", "any_agent_grpo.py", "--stay", "train.lr=1e-5"),
     ):
-        assert submitted(*arguments) == 0
+        assert submitted(*arguments)[0] == 0
         last = programs.submitted.splitlines()[-1]
         assert last.startswith("exec ") and "train.lr=1e-5" in last
         (path,) = the_run(lab).path.rglob("job.sbatch")
@@ -63,9 +66,7 @@ def test_settings_may_stand_anywhere_on_the_command_line(
         programs.end_jobs()
 
 
-def test_a_key_is_refused_as_an_argument(
-    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_refused_as_an_argument(submitted: Submit, lab: Lab) -> None:
     admin, engine = "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_ENGINE__KEY"
     for argument, variable in (
         (f"server.admin_key={KEY}", admin),
@@ -74,45 +75,36 @@ def test_a_key_is_refused_as_an_argument(
         (f"engine.key={KEY}", engine),
         (f"++engine.key ={KEY}", engine),
     ):
-        assert submitted("any_agent_grpo.py", "--config", "MY", argument) == 2
-        assert f"set {variable} instead" in capsys.readouterr().err
+        code, said = submitted(*RUN, argument)
+        assert code == 2 and f"set {variable} instead" in said
     assert not the_run(lab).path.exists()
 
 
-def test_a_model_that_is_not_there_is_not_submitted(
-    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = f"model.path={lab.home / 'nothing'}"
-    assert submitted("any_agent_grpo.py", "--config", "MY", missing) == 2
-    assert "is no model folder" in capsys.readouterr().err
+def test_a_model_that_is_not_there_is_not_submitted(submitted: Submit, lab: Lab) -> None:
+    code, said = submitted(*RUN, f"model.path={lab.home / 'nothing'}")
+    assert code == 2 and "is no model folder" in said
     reference = ("train.kl_coef=1", f"train.reference_model={lab.home / 'nothing'}")
-    assert submitted("any_agent_grpo.py", "--config", "MY", *reference) == 2
-    assert "train.reference_model=" in capsys.readouterr().err
+    code, said = submitted(*RUN, *reference)
+    assert code == 2 and "train.reference_model=" in said
     assert not the_run(lab).path.exists()
 
 
 def test_a_service_of_one_node_needs_a_key_as_well(
-    submitted: Submit,
-    lab: Lab,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    submitted: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job itself listens on its node's address."""
     monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY")
-    assert submitted("any_agent_grpo.py", "--config", "MY") == 2
-    assert "server.admin_key must be set" in capsys.readouterr().err
+    code, said = submitted(*RUN)
+    assert code == 2 and "server.admin_key must be set" in said
 
 
 def test_a_cluster_that_does_not_answer_is_the_only_fault_told(
-    submitted: Submit,
-    programs: Programs,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    submitted: Submit, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY")
     programs.away("slurm_load_jobs error: Unable to contact\nslurm controller\n(connect failure)")
-    assert submitted("any_agent_grpo.py", "--config", "MY", "server.host=0.0.0.0") == 1
-    said = capsys.readouterr().err
+    code, said = submitted(*RUN, "server.host=0.0.0.0")
+    assert code == 1
     assert said.startswith("error: Slurm's programs are here, but no cluster answers (squeue ")
     assert "Unable to contact): `python3 -m any_agent.launcher.local any_agent_grpo.py" in said
     assert "admin_key" not in said and said.count("\n") == 1
@@ -121,7 +113,7 @@ def test_a_cluster_that_does_not_answer_is_the_only_fault_told(
 def test_the_nodes_disk_is_not_that_of_whoever_submits(submitted: Submit, lab: Lab) -> None:
     (lab.home / "file").touch()
     theirs = lab.home / "file" / "nvme"
-    assert submitted("any_agent_grpo.py", "--config", "MY", f"server.journal_dir={theirs}") == 0
+    assert submitted(*RUN, f"server.journal_dir={theirs}")[0] == 0
     assert the_run(lab).path.is_dir()
 
 
@@ -148,26 +140,22 @@ def test_a_job_has_its_nodes_alone_and_goes_on_without_one_as_its_settings_say(
 
 
 def test_a_job_with_two_redis_is_not_submitted(
-    submitted: Submit,
-    lab: Lab,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    submitted: Submit, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANY_AGENT_SERVER__JOURNAL", "redis://:a-secret-password@host/0")
-    assert submitted("any_agent_grpo.py", "--config", "MY", "cluster.redis=true") == 2
-    said = capsys.readouterr().err
-    assert "remove one of them" in said and "a-secret-password" not in said
+    code, said = submitted(*RUN, "cluster.redis=true")
+    assert code == 2 and "remove one of them" in said and "a-secret-password" not in said
     assert not the_run(lab).path.exists()
 
 
 def test_who_submits_is_told_where_the_service_is(
-    submitted: Submit, lab: Lab, programs: Programs, capsys: pytest.CaptureFixture[str]
+    submitted: Submit, lab: Lab, programs: Programs
 ) -> None:
     line = "[2026-11-23 12:34:56] INFO: any-agent server listening at http://10.1.0.1:8000"
     log = the_run(lab).logs / "job-7.log"
     programs.then(f"echo 'role n1' > {log}; echo '{line}' >> {log}\n")
-    assert submitted("any_agent_grpo.py", "--config", "MY", wait=True) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == line
+    code, said = submitted(*RUN, wait=True)
+    assert code == 0 and said.splitlines()[-1] == line
 
 
 def test_who_waits_for_a_job_is_told_how_it_ends(

@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,23 +24,12 @@ from tests.support.launcher.children import until
 from tests.support.launcher.slurm_programs import Programs
 from tests.support.launcher.stand_ins import Lab
 
-pytestmark = pytest.mark.service
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """A member is the whole of its process, a test is not."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = [pytest.mark.service, pytest.mark.usefixtures("handlers", "programs")]
 
 
 @pytest.fixture
-def run(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run's folder as the first node has made it; the member's command line is that of n2."""
-    Programs(tmp_path / "slurm", monkeypatch)
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", "a-secret-key")
     config = lab.config(f"server.journal_dir={lab.home / 'local'}")
     run = trial_dir(config)
@@ -53,16 +41,28 @@ def run(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def told(lab: Lab, number: signal.Signals, *, after: str) -> threading.Thread:
-    """Send it when that part has begun."""
+RANKS = {"ranks": [0, 1]}
+
+
+def member_of(role: dict[str, Any], meanwhile: Callable[[], None]) -> int:
+    """Run the member in this role, and something in a thread beside it; the exit code."""
+    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", **role})]
+    thread = threading.Thread(target=meanwhile)
+    thread.start()
+    try:
+        return member.main()
+    finally:
+        thread.join()
+
+
+def told(lab: Lab, number: signal.Signals, *, after: str) -> Callable[[], None]:
+    """Send the signal when that part has begun."""
 
     def send() -> None:
         until(lambda: after in lab.names("starts"))
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
+    return send
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -70,10 +70,7 @@ def test_a_trainer_that_somebody_ends_is_not_done(
     lab: Lab, run: RunDir, number: signal.Signals
 ) -> None:
     """Code 0 is what a part says whose steps are all made."""
-    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", "training": 0})]
-    thread = told(lab, number, after="trainer")
-    assert member.main() == 143
-    thread.join()
+    assert member_of({"training": 0}, told(lab, number, after="trainer")) == 143
     assert lab.names("ends") == ["trainer"]
 
 
@@ -91,10 +88,7 @@ def test_no_signal_interrupts_the_copy_of_the_journals(
         copied.append(True)
 
     monkeypatch.setattr(journals, "store_journals", leave)
-    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", "ranks": [0, 1]})]
-    thread = told(lab, signal.SIGUSR2, after="rank-1")
-    assert member.main() == 130
-    thread.join()
+    assert member_of(RANKS, told(lab, signal.SIGUSR2, after="rank-1")) == 130
     assert copied == [True]
 
 
@@ -102,7 +96,6 @@ def test_an_earlier_start_of_a_node_ends_for_a_later_one(
     lab: Lab, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody can end it where its node cannot be reached for a while."""
-    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", "ranks": [0, 1]})]
 
     def replace() -> None:
         until(lambda: "rank-1" in lab.names("starts"))
@@ -113,10 +106,7 @@ def test_an_earlier_start_of_a_node_ends_for_a_later_one(
             publish(run.registry, entry.model_copy(update={"boot_id": start}))
             time.sleep(1.5 * HEARTBEAT)
 
-    thread = threading.Thread(target=replace)
-    thread.start()
-    assert member.main() == 1
-    thread.join()
+    assert member_of(RANKS, replace) == 1
     assert "node-1 was started again" in capsys.readouterr().err
     entry = read_entry(run.registry, "node-1")
     assert entry is not None and entry.boot_id == "s-2"
@@ -127,11 +117,8 @@ def test_gpus_that_others_have_are_left_to_them(
     lab: Lab, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    role = {"index": 1, "node": "n2", "ranks": [0, 1], "gpus_taken": 1}
-    sys.argv += ["--role", json.dumps(role)]
-    thread = told(lab, signal.SIGUSR2, after="rank-1")
-    assert member.main() == 130
-    thread.join()
+    role = RANKS | {"gpus_taken": 1}
+    assert member_of(role, told(lab, signal.SIGUSR2, after="rank-1")) == 130
     engines = [event for event in lab.events("starts") if event["part"] == "engine"]
     # Two processes write their starts, in any order.
     assert sorted(event["gpus"] for event in engines) == ["1", "2"]
@@ -139,7 +126,7 @@ def test_gpus_that_others_have_are_left_to_them(
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_node_whose_first_node_is_lost_has_the_job_queued_again(
-    lab: Lab, run: RunDir, monkeypatch: pytest.MonkeyPatch, again: bool, tmp_path: Path
+    lab: Lab, run: RunDir, programs: Programs, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("ANY_AGENT_SERVER__JOURNAL", "redis://127.0.0.1:1/0")
@@ -147,7 +134,6 @@ def test_a_node_whose_first_node_is_lost_has_the_job_queued_again(
     settings = yaml.safe_load(run.resolved.read_text())
     settings["cluster"]["requeue"] = again
     run.resolved.write_text(yaml.safe_dump(settings))
-    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", "ranks": [0, 1]})]
     router = RegistryEntry(name="router", boot_id="b", url="http://unused", pid=1)
     beats = 4
 
@@ -157,12 +143,8 @@ def test_a_node_whose_first_node_is_lost_has_the_job_queued_again(
             publish(run.registry, router)
             time.sleep(HEARTBEAT)
 
-    thread = threading.Thread(target=beat)
     began = time.monotonic()
-    thread.start()
-    assert member.main() == 1
-    thread.join()
+    assert member_of(RANKS, beat) == 1
     assert time.monotonic() - began > beats * HEARTBEAT
-    requeued = tmp_path / "slurm" / "requeued"
-    assert (requeued.read_text().split() if requeued.exists() else []) == ["7"] * again
+    assert programs.requeued == ["7"] * again
     assert {"rank-0", "rank-1"} <= set(lab.names("ends"))

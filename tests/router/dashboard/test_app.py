@@ -26,40 +26,35 @@ PAGES = ("", "/training", "/tasks", "/service", "/sessions", f"/sessions/{IDS[0]
 
 
 def session(id: str = IDS[0], **more: Any) -> dict[str, Any]:
+    """As a rank tells of one whose texts are all hostile."""
+    given = {"interaction_id": None, "name": "style", "value": 0.25, "by": EVIL, "at": 1e9}
+    told = dict.fromkeys(("reason", "task_id", "group_id", "opened_by"), EVIL)
+    none = dict.fromkeys(("tenant", "step", "ended_at"))
+    ones = dict.fromkeys(("interactions", "trainable_calls", "rewards_given", "number"), 1)
     return {
+        **told,
+        **none,
+        **ones,
         "session_id": id,
         "state": "finalized",
-        "reason": EVIL,
         "mode": "train",
-        "task_id": EVIL,
-        "group_id": EVIL,
-        "tenant": None,
         "content": "stored",
-        "interactions": 1,
         "final_reward": 0.25,
         "reward": 0.25,
-        "step": None,
         "created_at": 1e9,
-        "ended_at": None,
-        "opened_by": EVIL,
-        "trainable_calls": 1,
         "untrainable_calls": {EVIL: 1},
         "roots": 2,
         "root_reasons": {EVIL: 1},
         "first_version": 3,
         "last_version": 4,
-        "rewards_given": 1,
-        "number": 1,
-        "reward_history": [
-            {"interaction_id": None, "name": "style", "value": 0.25, "by": EVIL, "at": 1e9}
-        ],
+        "reward_history": [given],
         **more,
     }
 
 
 CALL = {
+    **dict.fromkeys(("parent_id", "branch_reason", "untrainable_reason", "reward")),
     "id": "chatcmpl-1",
-    "parent_id": None,
     "number": 1,
     "depth": 0,
     "created_at": 1e9,
@@ -67,9 +62,6 @@ CALL = {
     "output_message": {"role": "assistant", "content": EVIL, "reasoning_content": EVIL},
     "finish_reason": "stop",
     "continuation": "root",
-    "branch_reason": None,
-    "untrainable_reason": None,
-    "reward": None,
     "propagated": 0.25,
     "prompt_tokens": 5,
     "new_prompt_tokens": 5,
@@ -78,14 +70,7 @@ CALL = {
     "last_version": 4,
     "logprob_mean": -0.5,
 }
-CALLS = {
-    "session_id": IDS[0],
-    "total": 1,
-    "start": 0,
-    "next": None,
-    "cut": False,
-    "interactions": [CALL],
-}
+CALLS = {"total": 1, "start": 0, "next": None, "cut": False, "interactions": [CALL]}
 
 
 async def rank(received: Received) -> None:
@@ -304,8 +289,7 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
 
 async def test_a_rank_that_is_away_is_named(start_lab: StartLab) -> None:
     lab = await start_lab(KEYS, ranks=2)
-    for each in lab.ranks:
-        each.handler = rank
+    lab.handle(rank)
     await log_in(lab)
     await lab.ranks[1].kill()
     lab.router.ranks.mark_failed(1)

@@ -21,22 +21,18 @@ from tests.support.errors import fails_with
 from tests.support.launcher.children import is_alive as alive
 from tests.support.launcher.children import until
 
-LONG = 30.0
 Run: TypeAlias = Callable[..., Awaitable[ProgramExit]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    async def run(*argv: str, limit: float = LONG) -> ProgramExit:
-        return await run_program(program(tmp_path, *argv), limit=limit)
+    async def run(*argv: str, limit: float = 30.0) -> ProgramExit:
+        env = {**os.environ, "THE_MARK": str(tmp_path), "PID_FILE": str(tmp_path / "pid")}
+        mark = f"THE_MARK={tmp_path}"
+        program = Program(argv, env, mark, tmp_path / "out", tmp_path / "err")
+        return await run_program(program, limit=limit)
 
     return run
-
-
-def program(folder: Path, *argv: str) -> Program:
-    mark = f"THE_MARK={folder}"
-    env = {**os.environ, "THE_MARK": str(folder), "PID_FILE": str(folder / "pid")}
-    return Program(argv, env, mark, folder / "out", folder / "err")
 
 
 def is_alive(pid: int) -> bool:
@@ -48,10 +44,6 @@ def is_alive(pid: int) -> bool:
 
 def shell(script: str) -> tuple[str, str, str]:
     return ("/bin/sh", "-c", script)
-
-
-def python(script: str) -> tuple[str, str, str]:
-    return (sys.executable, "-c", script)
 
 
 def pid_of(folder: Path) -> int:
@@ -113,7 +105,7 @@ while not os.path.exists(os.environ["PID_FILE"]):
     time.sleep(0.01)
 sys.exit({code})
 """
-    ended = await run(*python(script))
+    ended = await run(sys.executable, "-c", script)
     assert ended.code == code
     until(lambda: not is_alive(pid_of(tmp_path)))
 

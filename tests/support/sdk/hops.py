@@ -4,8 +4,8 @@ client that sessions know, each asking for one URL."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -13,6 +13,11 @@ import httpx
 import httpx2
 import requests
 from aiohttp import web
+
+from any_agent.sdk import session_context
+from any_agent.sdk.http_patches import patches
+
+KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 
 
 @dataclass
@@ -50,6 +55,18 @@ async def serving(host: str = "127.0.0.1") -> AsyncIterator[Server]:
         yield server
     finally:
         await runner.cleanup()
+
+
+@contextmanager
+def in_session(url: str, key: str = KEY) -> Iterator[None]:
+    """Have clients be patched, and what they ask for inside join the session of this key."""
+    patches.acquire()
+    membership = session_context.join(url, key)
+    try:
+        yield
+    finally:
+        session_context.leave(membership)
+        patches.release()
 
 
 Get = Callable[[str, dict[str, str]], Awaitable[None]]

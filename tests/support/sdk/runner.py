@@ -20,8 +20,9 @@ ITEMS = [{"question": f"Say {number}."} for number in range(4)]
 class Asker:
     """An agent's own code: it knows the service's URL, and nothing of sessions."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http: httpx.AsyncClient, reward: float | None) -> None:
         self._http = http
+        self._reward = reward
         self.asked: Counter[str] = Counter()
 
     async def ask(self, item: dict[str, Any]) -> str:
@@ -36,12 +37,17 @@ class Asker:
         response.raise_for_status()
         return str(response.json()["id"])
 
+    async def run(self, item: dict[str, Any]) -> float | None:
+        """One call, and the reward."""
+        await self.ask(item)
+        return self._reward
+
 
 @asynccontextmanager
-async def asker() -> AsyncIterator[Asker]:
+async def asker(reward: float | None = None) -> AsyncIterator[Asker]:
     """Against the service that the environment names."""
     async with httpx.AsyncClient(base_url=os.environ["OPENAI_BASE_URL"], timeout=30) as http:
-        yield Asker(http)
+        yield Asker(http, reward)
 
 
 async def leased(proxy: Proxy) -> list[Trajectory]:
