@@ -78,7 +78,7 @@ def assert_as_the_template(
 
 
 @pytest.mark.parametrize(("name", "thinking"), WITH_TOOLS)
-def test_results_after_calls(name: str, thinking: bool) -> None:
+def test_results_after_calls_are_written_as_the_template_does(name: str, thinking: bool) -> None:
     made = family(name, thinking=thinking)
     for calls in ((Call("add", {"a": 1}),), (Call("add", {"a": 1}), Call("look", {"a": 2}))):
         if len(calls) > made.spec.calls:
@@ -91,7 +91,7 @@ def test_results_after_calls(name: str, thinking: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "thinking"), FAMILIES)
-def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
+def test_a_truncated_answer_gets_the_templates_end(name: str, thinking: bool) -> None:
     """The template's own end, then what follows an answer that ended by itself."""
     made = family(name, thinking=thinking)
     chat, output = loaded(name, thinking), made.say("It is 3.")
@@ -104,7 +104,7 @@ def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
         assert end == chat.decode(output[-1:]).replace("<|return|>", "<|end|>")
 
 
-def test_an_end_that_the_template_would_not_have_written() -> None:
+def test_a_sampled_end_stays_in_place_of_the_templates() -> None:
     """It was sampled, so it stays, in place of the template's own."""
     glm = family("glm").load()
     vocab = glm.tokenizer.get_vocab()
@@ -125,7 +125,7 @@ def test_what_ended_inside_its_reasoning_goes_on_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_answers_among_the_new_messages(name: str) -> None:
+def test_an_inserted_answer_is_written_as_the_template_does(name: str) -> None:
     """A rewritten or inserted answer is rendered, where the template takes it."""
     made = family(name)
     said = {"role": "assistant", "content": "It is 3."}
@@ -198,7 +198,7 @@ def test_messages_that_the_template_merges_are_no_bridge(tmp_path: Any) -> None:
     assert chat.bridge(output, [USER, USER], None) is not None
 
 
-def test_retention(tmp_path: Any) -> None:
+def test_reasoning_is_kept_or_stripped_as_thinking_retention_says(tmp_path: Any) -> None:
     made = family("qwen3", thinking=True)
     output = made.say("x", reasoning="why")
     tools_result = [{"role": "tool", "tool_call_id": "1", "content": "x"}]
@@ -215,7 +215,7 @@ def test_retention(tmp_path: Any) -> None:
     assert without.bridge(output, [USER], None) is not None
 
 
-def test_many_messages_are_bounded() -> None:
+def test_a_bridge_over_too_many_turns_is_declined() -> None:
     chat = family("qwen3").load()
     output = family("qwen3").say("x")
     assert chat.bridge(output, [USER] * 50, None) is not None

@@ -104,7 +104,7 @@ def test_tools_and_order_make_another_conversation() -> None:
     assert chain_keys([], None) == []
 
 
-def test_the_system_prompt_may_be_merged() -> None:
+def test_a_merged_system_prompt_has_the_same_key() -> None:
     def key(*messages: tuple[str, str]) -> bytes:
         said = [{"role": role, "content": text} for role, text in messages]
         return chain_keys([*said, {"role": "user", "content": "x"}], None)[-1]
@@ -150,7 +150,7 @@ def result(id: str | None, content: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": id}
 
 
-def test_which_call_a_result_answers() -> None:
+def test_a_key_tells_which_call_a_result_answers() -> None:
     def key(*messages: dict[str, Any]) -> bytes:
         return chain_keys([{"role": "user", "content": "u"}, *messages], None)[-1]
 
@@ -246,7 +246,7 @@ def test_another_meaning_has_another_key(
     assert same == (meaning(one) == meaning(other))
 
 
-def test_deep_nesting() -> None:
+def test_deeply_nested_content_has_a_key_of_its_own() -> None:
     deep: Any = "x"
     for _ in range(50_000):
         deep = [deep]

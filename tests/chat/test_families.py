@@ -38,7 +38,7 @@ def test_a_family_is_known_and_written_by_its_template(name: str, known: str) ->
     assert made.encode(made.spec.ends[0])[0] in chat.stop_token_ids
 
 
-def test_names_are_of_renderers() -> None:
+def test_every_familys_name_is_known_to_the_renderers_library() -> None:
     from renderers import config_from_name
 
     assert all(config_from_name(f.name) for f in FAMILIES)

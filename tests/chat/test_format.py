@@ -12,12 +12,8 @@ from any_agent.errors import ConfigError, InvalidRequest, TemplateError
 from tests.support.chat_templates import model_with
 from tests.support.errors import fails_with
 
-TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
-]
 
-
-def test_a_bridge_declines(qwen3: ChatFormat) -> None:
+def test_a_bridge_is_of_new_and_sound_messages(qwen3: ChatFormat) -> None:
     assert qwen3.bridge([20, qwen3.stop_token_ids[0]], [], None) is None
     with pytest.raises(InvalidRequest):
         qwen3.bridge([20], [{"role": "user"}], None)
@@ -59,7 +55,9 @@ def test_a_wrong_message_is_named_by_its_place(qwen3: ChatFormat) -> None:
             qwen3.render([USER], tools)
 
 
-def test_what_the_template_refuses(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_refusal_of_the_template_is_a_template_error(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
         "{% endif %}{{ m.content }}{% endfor %}"
@@ -72,20 +70,25 @@ def test_what_the_template_refuses(tiny_model_dir: Path, tmp_path: Path) -> None
     assert chat.bridge([21], [result], None) is None
 
 
-def test_loading_says_what_is_wrong(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with fails_with(ConfigError, "/no/such/dir"):
-        load_chat_format("/no/such/dir")
+def test_a_format_that_cannot_be_loaded_is_refused_with_its_reason(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     with fails_with(ConfigError, tmp_path, "tokenizer"):
         load_chat_format(str(tmp_path))
-    with fails_with(ConfigError, "'nonsense'"):
-        load_chat_format(str(tiny_model_dir), renderer="nonsense")
-    with fails_with(ConfigError, "thinking_retention"):
-        load_chat_format(str(tiny_model_dir), thinking_retention="some")
-    with fails_with(ConfigError, "renderer gpt-oss"):
-        load_chat_format(str(tiny_model_dir), renderer="gpt-oss")
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("/no/such/dir", {}, "/no/such/dir"),
+        (str(tiny_model_dir), {"renderer": "nonsense"}, "'nonsense'"),
+        (str(tiny_model_dir), {"thinking_retention": "some"}, "thinking_retention"),
+        (str(tiny_model_dir), {"renderer": "gpt-oss"}, "renderer gpt-oss"),
+    ]
+    for path, options, named in wrong:
+        with fails_with(ConfigError, named):
+            load_chat_format(path, **options)
 
 
-def test_a_template_that_cannot_be_rendered(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_template_that_cannot_be_rendered_is_refused_at_the_start(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     broken = model_with(tmp_path / "broken", "{{ raise_exception('no') }}", tiny_model_dir)
     with fails_with(ConfigError, broken, "renderer default"):
         load_chat_format(broken, renderer="default")

@@ -45,7 +45,7 @@ def test_a_call_that_thinks_is_stripped_as_the_template_does() -> None:
     assert on.decline_reason(USER) == "thinking_stripped"
 
 
-def test_what_changes_the_conversation_has_a_key() -> None:
+def test_a_setting_that_changes_the_rendering_has_a_render_key() -> None:
     glm = family("glm", thinking=True).load()
     off = glm.variant({"enable_thinking": False})
     assert glm.decode(off.render(USER, None)).count("/nothink") == 1
@@ -56,7 +56,7 @@ def test_what_changes_the_conversation_has_a_key() -> None:
     assert all(len(key) == 16 for key in keys)
 
 
-def test_true_and_one_are_two(qwen3: ChatFormat) -> None:
+def test_settings_true_and_one_make_two_variants(qwen3: ChatFormat) -> None:
     assert qwen3.variant({"enable_thinking": 1}) is not qwen3.variant({"enable_thinking": True})
 
 
@@ -79,7 +79,7 @@ def test_a_template_without_settings_says_so() -> None:
         family("unknown").load().variant({"enable_thinking": True})
 
 
-def test_a_renderer_has_variants_too() -> None:
+def test_a_named_renderer_takes_a_calls_own_settings() -> None:
     named = family("qwen3").load(renderer="qwen3")
     on = named.variant({"enable_thinking": True})
     assert on.decode(on.render(USER, None)).endswith("assistant\n")

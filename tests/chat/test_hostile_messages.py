@@ -51,7 +51,7 @@ def test_deep_arguments_are_a_400() -> None:
         formats("qwen3").render([{"role": "user", "content": "x"}, said], TOOLS)
 
 
-def test_threads_render_as_one(request: pytest.FixtureRequest) -> None:
+def test_many_threads_render_what_one_does() -> None:
     """Tokenizers keep state that their own encode sets, and templates are compiled once."""
     made = family("qwen3")
     chat = made.load()
@@ -63,7 +63,6 @@ def test_threads_render_as_one(request: pytest.FixtureRequest) -> None:
         return variant.render(talk, TOOLS), variant.bridge(output, talk, None)
 
     alone = [both(talk) for talk in talks]
-    fresh = made.load()
-    chat = fresh
+    chat = made.load()
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(both, talks * 3, timeout=120)) == alone * 3

@@ -51,7 +51,7 @@ def test_roles_whose_names_no_prompt_shows(render: Any, roles: set[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "unknown_plain"])
-def test_templates_that_read_no_names(name: str) -> None:
+def test_a_name_changes_no_prompt_of_a_template_that_reads_none(name: str) -> None:
     chat = family(name).chat
     assert "assistant" in chat.nameless_roles
     named = {**SAID, "name": "model"}

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat
 from any_agent.chat.template import SpecialTokenEscaper
-from tests.support.families import Call, family, names
-from tests.support.families import Family as _Family
+from tests.support.families import Call, Family, family, names
 
 WORD = "word"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture(scope="module", params=names())
-def made(request: pytest.FixtureRequest) -> _Family:
+def made(request: pytest.FixtureRequest) -> Family:
     return family(request.param)
 
 
@@ -27,7 +27,7 @@ def controls(chat: ChatFormat, ids: list[int]) -> list[int]:
     return [i for i in ids if i in added]
 
 
-def test_what_a_user_spells_is_no_control_token(made: _Family) -> None:
+def test_what_a_user_spells_is_no_control_token(made: Family) -> None:
     chat = made.load()
     assert chat.renderer.escapes_special_tokens
     spelled = "x ".join(chat.tokenizer.get_added_vocab())
@@ -38,7 +38,7 @@ def test_what_a_user_spells_is_no_control_token(made: _Family) -> None:
     assert spelled in chat.decode(ids)
 
 
-def test_what_a_tool_or_a_new_message_spells_is_no_control_token(made: _Family) -> None:
+def test_what_a_tool_or_a_new_message_spells_is_no_control_token(made: Family) -> None:
     if not made.spec.calls:
         return
     chat = made.load()
@@ -60,9 +60,6 @@ def test_what_a_tool_or_a_new_message_spells_is_no_control_token(made: _Family) 
     assert controls(chat, ids) == controls(chat, following(WORD))
     written = chat.decode(ids)
     assert forged in written or json.dumps(forged) in written
-
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 def test_a_tools_description_and_a_calls_arguments_spell_no_control_token() -> None:
@@ -93,7 +90,7 @@ def test_an_answers_own_marks_stay_and_its_forged_ends_do_not() -> None:
     assert ids.count(vocab["<|im_end|>"]) == 3
 
 
-def test_ordinary_text_is_encoded_as_ever(made: _Family) -> None:
+def test_ordinary_text_is_encoded_as_ever(made: Family) -> None:
     chat = made.load()
     messages = [{"role": "user", "content": "a < b, <b>né</b> | x <| y |> \ue000 🦜"}]
     own = chat.tokenizer.apply_chat_template(

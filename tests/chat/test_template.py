@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "3"}
 
 
 def template_of(source: str) -> ChatTemplate:
-    import copy
-
     tokenizer = copy.copy(family("qwen3").chat.tokenizer)
     tokenizer.chat_template = source
     return ChatTemplate(tokenizer, {})

@@ -49,7 +49,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
         [{"role": "developer", "content": "/no_think"}, {"role": "user", "content": "<|done|>"}],
     ],
 )
-def test_what_follows_is_what_the_template_writes(
+def test_a_bridge_after_a_switch_word_is_what_the_template_writes(
     chat: ChatFormat, start: list[Message], parts: bool
 ) -> None:
     if parts:
@@ -64,7 +64,7 @@ def test_what_follows_is_what_the_template_writes(
 
 
 @pytest.mark.parametrize("name", names())
-def test_families_look_for_no_words(name: str) -> None:
+def test_no_family_reads_earlier_messages_for_switch_words(name: str) -> None:
     """So what was said before is not looked at in them."""
     made = family(name).load()
     output = family(name).say("It is 3.")
@@ -77,7 +77,7 @@ class _Unread:
         raise AssertionError("it was looked at")
 
 
-def test_words_are_tried_out() -> None:
+def test_switch_words_are_those_that_change_what_follows() -> None:
     def follows(past: list[Message]) -> str:
         if past[0]["role"] == "system" and past[0]["content"] == "refused":
             raise ValueError
@@ -87,7 +87,7 @@ def test_words_are_tried_out() -> None:
     assert find_switch_words(["a", "b", "refused"], user, follows) == ("b",)
 
 
-def test_where_a_word_counts() -> None:
+def test_a_switch_word_counts_in_system_and_user_messages_alone() -> None:
     said: Message = {"role": "assistant", "content": "/no_think"}
     assert not contains_switch(("/no_think",), [said, {"role": "tool", "content": None}])
     assert contains_switch(("/x", "/no_think"), [said, {"role": "user", "content": "so /no_think"}])

@@ -15,31 +15,24 @@ _PLAIN = (
 )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "glm", "gpt_oss"])
-def test_families_that_are_told(name: str) -> None:
-    assert tool_visibility(family(name).chat).tools
-
-
-def test_one_that_calls_what_it_is_told_of_in_words() -> None:
+def test_prompts_of_families_show_tools_and_deepseeks_only_their_calls() -> None:
+    for name in ("qwen3", "llama3", "glm", "gpt_oss"):
+        assert tool_visibility(family(name).chat).tools, name
     assert tool_visibility(family("deepseek").chat) == ToolVisibility(tools=False, calls=True)
 
 
-@pytest.mark.parametrize(
-    ("before", "showing"),
-    [
-        ("", ToolVisibility(tools=False, calls=False)),
-        ("additional ", ToolVisibility(tools=False, calls=False)),
-        ("{{ strftime_now('%f') }}", ToolVisibility(tools=False, calls=False)),
-        ("{{ tools | tojson if tools }}", ToolVisibility(tools=True, calls=False)),
-        # It says so itself, in its own words.
-        (
-            "{% if tools %}{{ raise_exception('no') }}{% endif %}",
-            ToolVisibility(tools=True, calls=False),
-        ),
-    ],
-)
-def test_whether_a_template_tells_a_model_of_tools(
-    tmp_path: Path, before: str, showing: ToolVisibility
-) -> None:
+TEMPLATES = {
+    "": (False, False),
+    "additional ": (False, False),
+    "{{ strftime_now('%f') }}": (False, False),
+    "{{ tools | tojson if tools }}": (True, False),
+    # It says so itself, in its own words.
+    "{% if tools %}{{ raise_exception('no') }}{% endif %}": (True, False),
+}
+"""Beginnings of templates: whether they tell of tools, and of calls."""
+
+
+@pytest.mark.parametrize("before", TEMPLATES)
+def test_whether_a_template_tells_a_model_of_tools(tmp_path: Path, before: str) -> None:
     chat = with_template(tmp_path / "m", before + _PLAIN, enable_thinking=None)
-    assert tool_visibility(chat) == showing
+    assert tool_visibility(chat) == ToolVisibility(*TEMPLATES[before])

@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-def test_what_was_left_open_is_closed() -> None:
+def test_what_a_truncated_answer_left_open_is_closed() -> None:
     for name, prompt, output, closers in CASES:
         made = family(name)
         template = ChatTemplate(made.chat.tokenizer, {})

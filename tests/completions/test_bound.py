@@ -35,18 +35,11 @@ def grammar(schema: dict[str, Any], *, able: bool = True, **asked: Any) -> tuple
     return plain, grammar_of_answer(chat, prompt, call, plain)
 
 
-def test_it_is_a_part_of_a_structural_tag() -> None:
+def test_a_format_after_opened_reasoning_is_a_tag_where_the_engine_enforces_one() -> None:
     assert list(orjson.loads(grammar({"type": "object"})[1])) == ["structural_tag"]
-
-
-def test_it_is_plain_where_the_engine_has_no_tags() -> None:
-    plain, sent = grammar({"type": "object"}, able=False)
-    assert sent == plain
-
-
-def test_it_is_plain_where_a_tag_would_not_enforce_it() -> None:
-    plain, sent = grammar(ODD)
-    assert sent == plain
+    for schema, able in (({"type": "object"}, False), (ODD, True)):
+        plain, sent = grammar(schema, able=able)
+        assert sent == plain
     with fails_with(UnsupportedParameter, "uniqueItems"):
         grammar(ODD, tools=[TOOL])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,50 +12,35 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions.call_types import Completion, Delta
 from any_agent.completions.completer import Completer
-from any_agent.completions.params.call import ParseSettings
-from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
     Continuation,
     GenerationChunk,
-    GenerationHyperparameters,
     Message,
     ModelRequest,
-    SessionMode,
     Tool,
 )
+from tests.support.completions.params import parse
 from tests.support.errors import fails_with
+from tests.support.laws.voices import Voice, sampled
 
 USER: Message = {"role": "user", "content": "Say a number."}
 FIND: Tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
 
 
-class Engine:
-    """Answers with queued ids, a token a chunk."""
+class Engine(Voice):
+    """Answers with queued ids."""
 
-    version = 4
-
-    def __init__(self) -> None:
+    def __init__(self, chat: ChatFormat) -> None:
+        super().__init__(chat.decode, Random(0))
         self.answers: list[list[int]] = []
         self.requests: list[ModelRequest] = []
-        self.end = True
+        self.answer = self._next
 
-    async def generate(
-        self, request: ModelRequest, *, stream: bool
-    ) -> AsyncGenerator[GenerationChunk]:
+    def _next(self, request: ModelRequest) -> list[int]:
         self.requests.append(request)
-        ids = self.answers.pop(0)
-        pieces = [[i] for i in ids] if stream else [ids]
-        for k, piece in enumerate(pieces):
-            last = k == len(pieces) - 1 and self.end
-            yield GenerationChunk(
-                piece, [-1.0] * len(piece), [4] * len(piece), "stop" if last else None
-            )
-
-    async def pause(self) -> None: ...
-
-    async def resume(self, version: int) -> None: ...
+        return self.answers.pop(0)
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +54,15 @@ async def complete(
     messages: list[Message],
     *,
     stream: bool = False,
-    mode: SessionMode = SessionMode.TRAIN,
     **fields: object,
 ) -> tuple[Completion, list[Delta]]:
-    call = parse_chat(
-        {"messages": messages, **fields},
-        ParseSettings(mode, GenerationHyperparameters(max_new_tokens=64), "m"),
-    )
-    prepared = completer.prepare(call, tree)
-    deltas: list[Delta] = []
-    async for item in completer.run(prepared, session_id="s", stream=stream):
-        if isinstance(item, Completion):
-            tree.add(item.interaction, item.key)
-            return item, deltas
-        deltas.append(item)
-    raise AssertionError("a call ends with its completion")
+    call = parse(messages=messages, **fields)
+    return await sampled(completer, completer.prepare(call, tree), tree, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
-    engine, tree = Engine(), InteractionTree()
+    engine, tree = Engine(chat), InteractionTree()
     completer = Completer(engine, chat, context_length=2048)
     messages = [USER]
     previous: list[int] = []
@@ -119,11 +94,9 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
 
 
 async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat) -> None:
-    engine, tree = Engine(), InteractionTree()
+    engine, tree = Engine(chat), InteractionTree()
     completer = Completer(engine, chat, context_length=2048)
-    run = GenerationHyperparameters()
-    asked = {"messages": [USER], "tools": [FIND]}
-    again = parse_chat(asked, ParseSettings(SessionMode.TRAIN, run, "m"))
+    again = parse(messages=[USER], tools=[FIND])
     said = chat.encode(
         '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>', special=False
     )
@@ -141,7 +114,7 @@ async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat)
 
 
 async def test_the_context_bounds_the_budget(chat: ChatFormat) -> None:
-    engine = Engine()
+    engine = Engine(chat)
     length = len(chat.render([USER], None))
     engine.answers.append([30])
     await complete(Completer(engine, chat, context_length=length + 3), InteractionTree(), [USER])
@@ -164,7 +137,7 @@ async def test_what_cannot_fit_is_not_tokenised(
         return render(*args, **fields)
 
     monkeypatch.setattr(chat, "render", counted)
-    completer = Completer(Engine(), chat, context_length=32)
+    completer = Completer(Engine(chat), chat, context_length=32)
     most = 32 * chat.longest_token
     parts = [{"type": "text", "text": "x" * (most // 2)}, {"type": "text", "text": "x" * most}]
     for messages in ([{**USER, "content": "x" * (most + 1)}], [{**USER, "content": parts}]):
@@ -179,10 +152,12 @@ async def test_what_cannot_fit_is_not_tokenised(
     assert rendered
 
 
-async def test_an_engine_without_an_end(chat: ChatFormat) -> None:
-    engine = Engine()
-    engine.end = False
-    engine.answers.append([30, 31])
+async def test_an_engine_that_gives_no_finish_reason_is_unavailable(chat: ChatFormat) -> None:
+    async def endless(_: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
+        yield GenerationChunk([30, 31], [-1.0] * 2, [4] * 2)
+
+    engine = Engine(chat)
+    engine.generate = endless  # type: ignore[method-assign]
     completer = Completer(engine, chat, context_length=2048)
     with pytest.raises(EngineUnavailable):
         await complete(completer, InteractionTree(), [USER])

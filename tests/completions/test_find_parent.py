@@ -92,7 +92,7 @@ def talks(request: pytest.FixtureRequest) -> Talks:
     return talks
 
 
-def test_the_longest_recorded_prefix(talks: Talks) -> None:
+def test_a_request_continues_its_longest_recorded_prefix(talks: Talks) -> None:
     first = [SYSTEM, user("1")]
     talks.answer(first, said("one"))
     second = [*first, said("one"), user("2")]
@@ -107,7 +107,7 @@ def test_the_longest_recorded_prefix(talks: Talks) -> None:
     assert talks.parent([*second, said("other"), user("3")]) == ("0", 3)
 
 
-def test_agents_that_take_turns(talks: Talks) -> None:
+def test_agents_that_take_turns_continue_their_own_talks(talks: Talks) -> None:
     agents = {name: [{"role": "system", "content": name}, user("go")] for name in "abc"}
     latest: dict[str, str] = {}
     for turn in range(12):
@@ -120,7 +120,7 @@ def test_agents_that_take_turns(talks: Talks) -> None:
             messages += [answer, user("go on")]
 
 
-def test_the_choice_that_is_echoed(talks: Talks) -> None:
+def test_the_choice_that_comes_back_is_continued(talks: Talks) -> None:
     for text in ("one", "two", "one"):
         talks.answer([user("1")], said(text))
     talks.answer([user("1")], said("one"), untrainable_reason="undelivered")
@@ -130,7 +130,9 @@ def test_the_choice_that_is_echoed(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("where", ["reasoning_content", "reasoning", "content"])
-def test_of_equal_answers_the_one_that_thought_so(talks: Talks, where: str) -> None:
+def test_of_equal_answers_the_one_with_the_same_reasoning_is_continued(
+    talks: Talks, where: str
+) -> None:
     for thought in ("first", "second\n", "third"):
         talks.answer([user("1")], said("x", reasoning_content=thought))
 
@@ -161,7 +163,7 @@ def test_reasoning_counts_in_all_of_the_past(talks: Talks) -> None:
     assert talks.parent([*past("second"), said("y"), user("3"), said("z"), user("4")]) == ("1", 2)
 
 
-def test_an_equal_answer_that_comes_later(talks: Talks) -> None:
+def test_an_equal_answer_that_comes_later_changes_no_parent(talks: Talks) -> None:
     """A request that was seen before the other answer was there."""
     talks.answer([user("1")], said("x", reasoning_content="so"))
     again = [user("1"), said("x", reasoning_content="so"), user("2")]
@@ -174,7 +176,7 @@ def test_an_equal_answer_that_comes_later(talks: Talks) -> None:
     assert talks.parent(again) == ("0", 2)
 
 
-def test_why_there_is_no_parent(talks: Talks) -> None:
+def test_a_parent_that_is_missing_or_cut_off_has_its_reason(talks: Talks) -> None:
     first = [SYSTEM, user("1")]
     assert talks.find(first, TOOLS).reason is None
     talks.answer(first, said("one"), TOOLS)
@@ -197,7 +199,7 @@ def test_why_there_is_no_parent(talks: Talks) -> None:
     assert why(first) == (False, "new_conversation")
 
 
-def test_what_cannot_fit() -> None:
+def test_a_conversation_that_cannot_fit_is_refused_by_its_characters() -> None:
     talks = Talks()
     long = [user("x" * 50), said("y" * 30), user("z" * 20)]
     talks.answer(long[:1], long[1])
@@ -227,7 +229,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         {"content": [{"type": "text", "text": ""}] * 4000},
     ],
 )
-def test_whatever_is_rendered_counts(more: dict[str, Any]) -> None:
+def test_every_text_that_is_rendered_counts_as_characters(more: dict[str, Any]) -> None:
     """A rendering that takes long is known as such, wherever in the messages its text stands."""
     messages = [user("1"), {**said("2"), **more}, user("3")]
     found = Talks().find(messages)

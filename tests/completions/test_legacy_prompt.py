@@ -77,7 +77,9 @@ def spaced(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     ("more", "how"),
     [(" ab", Continuation.EXACT), ("  ab", Continuation.EXACT), ("ab", Continuation.BRANCH)],
 )
-def test_no_space_is_put_between(spaced: ChatFormat, more: str, how: Continuation) -> None:
+def test_no_space_is_put_between_a_recorded_text_and_the_next(
+    spaced: ChatFormat, more: str, how: Continuation
+) -> None:
     output = spaced.encode(" cd", special=False)
     made = after(spaced, "ab", output, " cd", f"ab cd{more}")
     assert spaced.decode(made.ids) == f"ab cd{more}"

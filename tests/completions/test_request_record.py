@@ -8,7 +8,7 @@ from any_agent.completions.call_types import recorded_of
 from tests.support.completions.params import OTHER, TOOL, parse
 
 
-def test_what_is_recorded() -> None:
+def test_a_record_has_the_settings_that_the_request_chose() -> None:
     switch = {"chat_template_kwargs": {"enable_thinking": False}}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),

@@ -84,7 +84,7 @@ def kind_of(message: Any) -> str:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.service
-async def test_every_answer_is_one_of_both(bench: Bench) -> None:
+async def test_an_answer_with_tools_and_a_format_is_calls_or_of_the_format(bench: Bench) -> None:
     kinds = []
     for seed in SEEDS:
         answer = await bench.ask(seed)

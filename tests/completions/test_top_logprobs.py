@@ -9,7 +9,7 @@ from any_agent.completions.logprobs import PackedTopLogprobs, TopLogprobs, unpac
 ROWS: TopLogprobs = [[(3, -0.5), (151_000, -1.25)], [], [(0, -17.5)]]
 
 
-def test_what_is_packed_comes_back() -> None:
+def test_packed_likeliest_tokens_come_back_unchanged() -> None:
     packed = PackedTopLogprobs()
     packed.extend(ROWS[:1])
     packed.extend(ROWS[1:])

@@ -30,7 +30,9 @@ BENT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), BENT, ids=str)
-def test_what_bends_a_distribution(changes: dict[str, Any], reason: str) -> None:
+def test_a_setting_that_bends_the_distribution_makes_a_call_untrainable(
+    changes: dict[str, Any], reason: str
+) -> None:
     gconfig = PLAIN.new(**changes)
     assert has_modified_distribution(gconfig) == reason
     assert untrainable_reason(gconfig, [1]) == reason
@@ -52,7 +54,7 @@ def test_under_a_grammar_the_tokens_that_it_left_free_are_trained_on() -> None:
     assert untrainable_reason(bound, [], []) == "no_tokens"
 
 
-def test_codes_are_few() -> None:
+def test_a_reason_of_older_journals_has_the_code_other() -> None:
     assert [code_of(reason) for reason in REASONS] == list(REASONS)
     # Older journals have sentences.
     assert code_of("sampled from a truncated distribution") == OTHER

@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
-from tests.support.engine.sglang import BOTH, all_of, client_of, request
+from tests.support.engine.sglang import BOTH, all_of, client_of, request, update
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
@@ -61,7 +61,7 @@ async def test_ids_that_the_model_lacks_are_refused_before_they_reach_the_engine
         with fails_with(InvalidRequest, "100", param=name):
             await all_of(client, request("bad", **change), stream=stream)  # type: ignore[arg-type]
         assert not scripted.requests
-        good = replace(request("good", ids=[0, 99]))
+        good = request("good", ids=[0, 99])
         assert (await all_of(client, good, stream=stream))[-1].stop_reason
 
 
@@ -133,9 +133,7 @@ async def test_a_cache_kept_over_an_update_is_apart_for_each_version(
 ) -> None:
     async with client_of(scripted, update_mode="in_place") as client:
         for version in (0, 1):
-            await client.pause()
-            scripted.weight_version = str(version)
-            await client.resume(version)
+            await update(client, scripted, version)
             await all_of(client, replace(request(f"r{version}"), cache_salt="mine"), stream=stream)
     assert [body["cache_salt"] for body in scripted.requests] == ["mine@0", "mine@1"]
     async with client_of(scripted) as client:

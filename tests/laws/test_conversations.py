@@ -12,15 +12,23 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tests.support.families import family
+from tests.support.laws.apis import APIS, CHAT, MESSAGES, RESPONSES, Api
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.clients import CLIENTS, echo
-from tests.support.laws.mixed import HABITS, MixedSession
 from tests.support.laws.talk import Session, Tally
 from tests.support.results import FIGURE
 
 CALLS = 8
 SHORT, LONG = {"chat": 32, "apis": 12}, {"chat": 912, "apis": 600}
 """Sessions of each family."""
+HABITS: dict[str, tuple[Api, ...]] = {
+    "responses": (RESPONSES,),
+    "named": (RESPONSES,),
+    "messages": (MESSAGES,),
+    "two": (RESPONSES, MESSAGES),
+    "all": APIS,
+}
+"""The APIs that an agent speaks; ``named``: it names the answer before, where it can."""
 MEDDLER = "meddler"
 """It says something else about the past now and then: its share is no promise."""
 CLAIMED = {"qwen3": 0.95, "llama3": 0.95}
@@ -45,11 +53,14 @@ async def test_no_token_drifts_where_continuation_is_claimed(
         kind, seed = list(tallies)[number % len(tallies)], f"{name} {thinking} {number}"
         meddles, tally = kind == MEDDLER, tallies[kind]
         if spoken == "chat":
-            client = CLIENTS.get(kind, echo)
-            await Session(fam, client, seed, tally, meddles=meddles).run(CALLS)
+            how = "chat"
+            apis, client = (CHAT,), CLIENTS.get(kind, echo)
         else:
             how, seed = "all" if meddles else kind, f"{seed} of the APIs"
-            await MixedSession(fam, how, seed, tally, meddles=meddles).run(CALLS)
+            apis, client = HABITS[how], echo
+        names = how in ("named", "all")
+        session = Session(fam, apis, client, seed, tally, names=names, meddles=meddles)
+        await session.run(CALLS)
     assert min(tally.expected for tally in tallies.values()) > sessions / len(tallies)
     honest = [tallies["echo"]] if spoken == "chat" else [tallies[kind] for kind in HABITS]
     share = sum(t.exact for t in honest) / sum(t.expected for t in honest)

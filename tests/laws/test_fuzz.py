@@ -11,20 +11,20 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions.call_types import Completion, Delta, Head
+from any_agent.completions.call_types import Head
 from any_agent.completions.completer import Completer
 from any_agent.errors import AnyAgentError, UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 from tests.support.families import Family, family
-from tests.support.laws.apis import APIS, CHAT, MESSAGES, RESPONSES, Api, Asked, Given
+from tests.support.laws.apis import APIS, CHAT, MESSAGES, RESPONSES, Api, Asked, Given, results_of
 from tests.support.laws.bodies import BODIES, FIXED, SAID
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.checks import check_parsing
-from tests.support.laws.mixed import checked, require_same
 from tests.support.laws.record import heard
+from tests.support.laws.spoken import checked, require_same
 from tests.support.laws.talk import TOOLS
-from tests.support.laws.voices import Voice
+from tests.support.laws.voices import Voice, sampled
 
 FEW = {("qwen3", True), ("llama3", False), ("gpt_oss", False)}
 SHORT, LONG = {"chat": 10, "responses": 25, "messages": 25}, {"chat": 250}
@@ -63,25 +63,18 @@ async def said(
     completer = Completer(voice, fam.chat, context_length=4096)
     asked = checked(api, body, fam.chat, tree)
     prepared = completer.prepare(asked.call, tree)
+    done, deltas = await sampled(completer, prepared, tree, stream=True)
+    node = done.interaction
+    assert voice.seen[node.id] == tree.prompt_ids(node.id).tolist()
+    assert voice.said[node.id] == node.output_ids.tolist()
+    tools = asked.call.callable_tools or None
+    check_parsing(fam, tree, node, tools, tuple(asked.call.gconfig.stop))
     shape = asked.answer(Head.of(prepared), 0)
-    events = [shape.start(0)]
-    async for item in completer.run(prepared, session_id="s", stream=True):
-        if isinstance(item, Delta):
-            events.append(shape.delta(item))
-            continue
-        assert isinstance(item, Completion)
-        node = item.interaction
-        tree.add(node, item.key)
-        assert voice.seen[node.id] == tree.prompt_ids(node.id).tolist()
-        assert voice.said[node.id] == node.output_ids.tolist()
-        tools = asked.call.callable_tools or None
-        check_parsing(fam, tree, node, tools, tuple(asked.call.gconfig.stop))
-        events += [shape.end(0, node), shape.last([node])]
-        (streamed,) = api.streamed(b"".join(events))
-        (whole,) = api.whole(asked.answer(Head.of(prepared), 0).whole([node]))
-        require_same(streamed, whole)
-        return whole
-    raise AssertionError("a call ends with its completion")
+    events = [shape.start(0), *map(shape.delta, deltas), shape.end(0, node), shape.last([node])]
+    (streamed,) = api.streamed(b"".join(events))
+    (whole,) = api.whole(asked.answer(Head.of(prepared), 0).whole([node]))
+    require_same(streamed, whole)
+    return whole
 
 
 async def attempt(
@@ -142,11 +135,8 @@ def test_any_output_is_told_as_it_was_and_can_be_continued(
                 before = [*tree.prompt_ids(parent.id), *parent.output_ids]
                 assert node.parent_id == parent.id
                 assert tree.prompt_ids(node.id)[: len(before)].tolist() == before
-            results = [
-                {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-                for call in answer.get("tool_calls") or []
-            ]
-            messages = [*messages, answer, *(results or [{"role": "user", "content": "on"}])]
+            following = results_of(answer) or [{"role": "user", "content": "on"}]
+            messages = [*messages, answer, *following]
             parent = node
 
     run()

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from any_agent.record import InteractionTree
 from any_agent.types import Continuation, Interaction, Message
 from tests.support.families import Call, Family, family
-from tests.support.laws.apis import APIS, CHAT, MESSAGES, NEW, RESPONSES, Api
+from tests.support.laws.apis import APIS, CHAT, MESSAGES, NEW, RESPONSES, Api, Given, results_of
 from tests.support.laws.apis.responses import last_response
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.record import check_session
-from tests.support.laws.service import CONTEXT, Lab, lab_of
+from tests.support.laws.service import CONTEXT, Lab, Talk, lab_of
 from tests.support.laws.talk import TOOLS
 from tests.support.proxy import until
 
@@ -63,12 +64,22 @@ def thought(lab: Lab) -> dict[str, str]:
     return {"reasoning": "Let me see."} if lab.fam.reasons else {}
 
 
-def results(answer: Message) -> list[Message]:
-    """What the tool answered."""
-    return [
-        {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-        for call in answer.get("tool_calls") or []
-    ]
+async def turn(talk: Talk, messages: list[Message], said: list[int], **how: Any) -> Given:
+    """One more turn; what comes next is the tools' results, or a user who goes on."""
+    (answer,) = await talk.ask(messages, said, **how)
+    messages += [answer, *(results_of(answer) or [MORE])]
+    return answer
+
+
+async def ended(lab: Lab, talk: Talk) -> InteractionTree:
+    """The record of a session that is over, for which every law holds."""
+    await talk.end()
+    return await check_session(lab, talk)
+
+
+def require_one_chain(tree: InteractionTree) -> None:
+    kinds = [Continuation.ROOT, *[Continuation.EXACT] * (len(tree) - 1)]
+    assert [n.continuation for n in tree] == kinds
 
 
 @STREAM
@@ -76,15 +87,12 @@ async def test_each_turn_continues_its_conversation_exactly(
     lab: Lab, api: Api, stream: bool
 ) -> None:
     talk, messages = await lab.open(), list(ASK)
-    for turn in range(3):
-        said = lab.fam.say(f"It is {turn}, né? 🙂", **thought(lab))
-        (answer,) = await talk.ask(messages, said, stream=stream, api=api)
-        assert answer["content"] == f"It is {turn}, né? 🙂"
+    for number in range(3):
+        said = lab.fam.say(f"It is {number}, né? 🙂", **thought(lab))
+        answer = await turn(talk, messages, said, stream=stream, api=api)
+        assert answer["content"] == f"It is {number}, né? 🙂"
         assert answer.get("reasoning_content") == thought(lab).get("reasoning")
-        messages += [answer, MORE]
-    await talk.end()
-    tree = await check_session(lab, talk)
-    assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 2]
+    require_one_chain(tree := await ended(lab, talk))
     assert all(n.trainable and n.finish_reason == "stop" for n in tree)
 
 
@@ -94,18 +102,14 @@ async def test_tool_calls_and_their_results_continue_exactly(
 ) -> None:
     count = min(2, lab.fam.spec.calls)
     talk, messages = await lab.open(), list(ASK)
-    for turn in range(2):
-        calls = tuple(Call("add", {"a": turn, "city": f"né {k}"}) for k in range(count))
-        said = lab.fam.say(calls=calls, **thought(lab))
-        (answer,) = await talk.ask(messages, said, stream=stream, api=api, tools=TOOLS)
+    how: dict[str, Any] = {"stream": stream, "api": api, "tools": TOOLS}
+    for number in range(2):
+        calls = tuple(Call("add", {"a": number, "city": f"né {k}"}) for k in range(count))
+        answer = await turn(talk, messages, lab.fam.say(calls=calls, **thought(lab)), **how)
         assert not answer.get("content")
         assert [c["function"]["name"] for c in answer["tool_calls"]] == ["add"] * count
-        messages += [answer, *results(answer)]
-    (answer,) = await talk.ask(messages, lab.fam.say("3."), stream=stream, api=api, tools=TOOLS)
-    assert answer["content"] == "3."
-    await talk.end()
-    tree = await check_session(lab, talk)
-    assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 2]
+    assert (await turn(talk, messages, lab.fam.say("3."), **how))["content"] == "3."
+    require_one_chain(tree := await ended(lab, talk))
     assert [n.finish_reason for n in tree] == [*["tool_calls"] * 2, "stop"]
 
 
@@ -148,19 +152,15 @@ async def test_forced_calls_are_opened_for_the_model_and_trained_on(
     named, required = FORCED[api.name]
     asked = ((named, "add"), (required, "add" if tools is TOOLS else None))
     sampled = []
-    for turn, (choice, name) in enumerate(asked):
-        sampled.append(after_opening(lab.fam, Call("add", {"a": turn, "city": "né"}), name))
-        (answer,) = await talk.ask(
-            messages, sampled[-1], stream=stream, api=api, tools=tools, tool_choice=choice
-        )
+    how: dict[str, Any] = {"stream": stream, "api": api, "tools": tools}
+    for number, (choice, name) in enumerate(asked):
+        sampled.append(after_opening(lab.fam, Call("add", {"a": number, "city": "né"}), name))
+        answer = await turn(talk, messages, sampled[-1], tool_choice=choice, **how)
         (call,) = answer["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"a": turn, "city": "né"}
-        messages += [answer, *results(answer)]
-    (answer,) = await talk.ask(messages, lab.fam.say("3."), stream=stream, api=api, tools=tools)
-    assert answer["content"] == "3."
-    await talk.end()
-    *nodes, last = tree = await check_session(lab, talk)
-    assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 2]
+        assert json.loads(call["function"]["arguments"]) == {"a": number, "city": "né"}
+    assert (await turn(talk, messages, lab.fam.say("3."), **how))["content"] == "3."
+    *nodes, last = tree = await ended(lab, talk)
+    require_one_chain(tree)
     for node, (_, name), said in zip(nodes, asked, sampled, strict=True):
         check_forced(lab, node, name, said)
     assert "forced" not in last.request
@@ -179,10 +179,9 @@ async def test_a_forced_call_that_was_cut_off_is_closed_by_the_next_turn(
     (answer,) = await talk.ask(ASK, said[0][:2], max_tokens=2, **how)
     cut = [*ASK, answer, MORE]
     both = await talk.ask(cut, *said, n=2, **how)
-    end = [*cut, both[1], *results(both[1])]
+    end = [*cut, both[1], *results_of(both[1])]
     await talk.ask(end, lab.fam.say("3."), stream=stream, tools=tools)
-    await talk.end()
-    first, *choices, last = await check_session(lab, talk)
+    first, *choices, last = await ended(lab, talk)
     assert first.trainable and first.finish_reason == "length"
     for node in choices:
         check_forced(lab, node, name, node.output_ids.tolist())
@@ -204,8 +203,7 @@ async def test_a_forced_call_under_two_weights_has_the_right_version_at_each_tok
     await lab.update()
     go_on.set()
     await asked
-    await talk.end()
-    (node,) = await check_session(lab, talk)
+    (node,) = await ended(lab, talk)
     check_forced(lab, node, "add", said)
     new = max(lab.weights)
     assert node.output_versions.tolist() == [new - 1] * 2 + [new] * (len(said) - 2)
@@ -218,19 +216,16 @@ async def test_answers_that_are_cut_off_or_end_at_once_are_continued(
     talk, messages = await lab.open(), list(ASK)
     whole = lab.fam.say("a long answer that is cut off", **thought(lab))
     for length in (1, 5, len(whole) - 4):
-        (answer,) = await talk.ask(messages, whole, stream=stream, api=api, max_tokens=length)
-        messages += [answer, MORE]
+        await turn(talk, messages, whole, stream=stream, api=api, max_tokens=length)
     # An end at once: a token, and no text.
-    (answer,) = await talk.ask(messages, lab.fam.say("x")[-1:], stream=stream, api=api)
+    answer = await turn(talk, messages, lab.fam.say("x")[-1:], stream=stream, api=api)
     assert not answer.get("content")
-    messages += [answer, MORE]
-    await talk.ask(messages, lab.fam.say("done", **thought(lab)), stream=stream, api=api)
-    await talk.end()
-    nodes = list(await check_session(lab, talk))
+    await turn(talk, messages, lab.fam.say("done", **thought(lab)), stream=stream, api=api)
+    require_one_chain(tree := await ended(lab, talk))
+    nodes = list(tree)
     assert [n.finish_reason for n in nodes] == [*["length"] * 3, "stop", "stop"]
     assert [len(n.output_ids) for n in nodes[:4]] == [1, 5, len(whole) - 4, 1]
     assert all(n.trainable for n in nodes)
-    assert all(n.continuation is Continuation.EXACT for n in nodes[1:])
 
 
 @STREAM
@@ -239,15 +234,13 @@ async def test_nothing_follows_the_token_that_completed_a_stop_string(
 ) -> None:
     talk, messages = await lab.open(), list(ASK)
     said = lab.fam.say("one two STOP three", **thought(lab))
-    (answer,) = await talk.ask(messages, said, stream=stream, api=api, stop=("STOP", "never"))
+    answer = await turn(talk, messages, said, stream=stream, api=api, stop=("STOP", "never"))
     assert answer["content"].strip() == "one two"
     if api is MESSAGES:
-        ended = answer.whole["stop_reason"], answer.whole["stop_sequence"]
-        assert ended == ("stop_sequence", "STOP")
-    messages += [answer, MORE]
-    await talk.ask(messages, lab.fam.say("done"), stream=stream, api=api)
-    await talk.end()
-    first, second = await check_session(lab, talk)
+        told = answer.whole["stop_reason"], answer.whole["stop_sequence"]
+        assert told == ("stop_sequence", "STOP")
+    await turn(talk, messages, lab.fam.say("done"), stream=stream, api=api)
+    first, second = await ended(lab, talk)
     text = lab.fam.chat.decode(first.output_ids.tolist())
     assert "STOP" in text and "three" not in text and first.finish_reason == "stop"
     assert second.continuation is Continuation.EXACT and second.parent_id == first.id
@@ -261,8 +254,7 @@ async def test_a_talk_goes_on_from_any_of_several_choices(lab: Lab, api: Api, st
     assert {a["content"] for a in answers} == {"choice 0", "choice 1"}
     messages = [*ASK, answers[1], MORE]
     await talk.ask(messages, lab.fam.say("and so on", **thought(lab)), stream=stream)
-    await talk.end()
-    first, second, child = await check_session(lab, talk)
+    first, second, child = await ended(lab, talk)
     assert (first.parent_id, second.parent_id, child.parent_id) == (None, None, second.id)
     assert second.output_message["content"] == answers[1]["content"]
 
@@ -272,8 +264,7 @@ async def test_who_leaves_frees_the_engine_and_a_marked_retry_is_sampled_once(
     lab: Lab, api: Api, stream: bool
 ) -> None:
     talk, messages = await lab.open(), list(ASK)
-    (answer,) = await talk.ask(messages, lab.fam.say("first"), stream=stream, api=api)
-    messages += [answer, MORE]
+    await turn(talk, messages, lab.fam.say("first"), stream=stream, api=api)
     # Its SDK marks no retries: the engine is freed at once.
     lab.engine.hold(2)
     unheard = lab.fam.say("nobody hears this")
@@ -290,8 +281,7 @@ async def test_who_leaves_frees_the_engine_and_a_marked_retry_is_sampled_once(
     (answer,) = await again
     assert len(lab.engine.requests) == sampled
     assert answer["content"] == "heard in the end"
-    await talk.end()
-    tree = await check_session(lab, talk)
+    tree = await ended(lab, talk)
     assert all(n.trainable == (n.id in talk.delivered) for n in tree)
     heard = [n.output_message["content"] for n in tree if n.trainable]
     assert heard == ["first", "heard in the end"]
@@ -302,16 +292,13 @@ async def test_each_token_has_the_version_that_sampled_it(lab: Lab, api: Api, st
     talk, messages = await lab.open(), list(ASK)
     said = lab.fam.say("one answer under two weights", **thought(lab))
     go_on = lab.engine.hold(4)
-    asked = asyncio.create_task(talk.ask(messages, said, stream=stream, api=api))
+    asked = asyncio.create_task(turn(talk, messages, said, stream=stream, api=api))
     await until(lambda: any(len(r.ids) == 4 for r in lab.engine.running.values()))
     await lab.update()
     go_on.set()
-    (answer,) = await asked
-    assert answer["content"] == "one answer under two weights"
-    messages += [answer, MORE]
-    await talk.ask(messages, lab.fam.say("and the new ones"), stream=stream, api=api)
-    await talk.end()
-    first, second = await check_session(lab, talk)
+    assert (await asked)["content"] == "one answer under two weights"
+    await turn(talk, messages, lab.fam.say("and the new ones"), stream=stream, api=api)
+    first, second = await ended(lab, talk)
     assert first.output_ids.tolist() == said
     new = max(lab.weights)
     assert first.output_versions.tolist() == [new - 1] * 4 + [new] * (len(said) - 4)
@@ -326,17 +313,15 @@ async def test_a_talk_goes_on_from_answers_that_are_given_by_name(
     """A chain, and a branch from its middle."""
     talk, messages = await lab.open(), list(ASK)
     before: list[Message] = []
-    for turn in range(3):
-        said = lab.fam.say(f"turn {turn}", **thought(lab))
-        (answer,) = await talk.ask(messages, said, stream=stream, api=api, previous=turn > 0)
-        messages += [answer, MORE]
+    for number in range(3):
+        said = lab.fam.say(f"turn {number}", **thought(lab))
+        await turn(talk, messages, said, stream=stream, api=api, previous=number > 0)
         # Another question, for of two answers to the same one the one that is left is not trained.
         before = before or [*messages[:-1], {"role": "user", "content": "Or else?"}]
     said = lab.fam.say("another way", **thought(lab))
     await talk.ask(before, said, stream=stream, api=api, previous=True)
-    await talk.end()
-    first, second, third, branch = tree = await check_session(lab, talk)
-    assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 3]
+    first, second, third, branch = tree = await ended(lab, talk)
+    require_one_chain(tree)
     assert [n.parent_id for n in tree] == [None, first.id, second.id, first.id]
     assert third.trainable and branch.trainable
 
@@ -346,19 +331,16 @@ async def test_a_session_that_mixes_all_apis_is_one_chain(lab: Lab, api: Api) ->
     talk, messages = await lab.open(), list(ASK)
     asks: dict[str, Any] = {"tools": TOOLS} if lab.fam.spec.calls else {}
     pairs = itertools.permutations((*APIS, None), 2)
-    for turn, spoken in enumerate(itertools.chain.from_iterable(pairs)):
+    for number, spoken in enumerate(itertools.chain.from_iterable(pairs)):
         # None: Responses again, but it names the last answer that it gave.
         previous = spoken is None and last_response(messages) is not None
-        calls = (Call("add", {"a": turn, "b": [turn]}),) if asks and turn % 3 == 1 else ()
-        said = lab.fam.say("" if calls else f"turn {turn}", calls=calls, **thought(lab))
-        stream, by = turn % 2 == 0, spoken or RESPONSES
-        (answer,) = await talk.ask(messages, said, stream=stream, api=by, previous=previous, **asks)
+        calls = (Call("add", {"a": number, "b": [number]}),) if asks and number % 3 == 1 else ()
+        said = lab.fam.say("" if calls else f"turn {number}", calls=calls, **thought(lab))
+        how = {"stream": number % 2 == 0, "api": spoken or RESPONSES, "previous": previous}
+        answer = await turn(talk, messages, said, **how, **asks)
         assert bool(answer.get("tool_calls")) == bool(calls)
-        messages += [answer, *(results(answer) or [MORE])]
-    await talk.end()
-    tree = await check_session(lab, talk)
-    assert len(tree) == turn + 1 and sum(not tree.children(n.id) for n in tree) == 1
-    assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * turn]
+    require_one_chain(tree := await ended(lab, talk))
+    assert len(tree) == number + 1 and sum(not tree.children(n.id) for n in tree) == 1
     prefixes = {n.id.partition("_")[0].partition("-")[0] for n in tree}
     assert prefixes == {"chatcmpl", "resp", "msg"}
 
@@ -370,8 +352,7 @@ async def test_one_body_at_two_routes_is_two_calls(lab: Lab, api: Api) -> None:
     for other in NEW:
         (answer,) = await talk.ask(ASK, lab.fam.say(other.name), stream=False, retry=1, api=other)
         assert answer["content"] == other.name
-    await talk.end()
-    assert len(await check_session(lab, talk)) == 3
+    assert len(await ended(lab, talk)) == 3
 
 
 CALLING = {

@@ -12,6 +12,7 @@ import pytest
 
 from any_agent.types import Continuation, Message
 from tests.support.families import Call, family
+from tests.support.laws.apis import results_of
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.record import check_session
 from tests.support.laws.service import lab_of
@@ -37,11 +38,7 @@ async def test_every_turn_of_a_long_talk_continues_exactly(
             calls = (Call("add", {"a": turn}),) if fam.spec.calls and turn % 3 == 1 else ()
             said = fam.say("" if calls else f"turn {turn}", calls=calls)
             (answer,) = await talk.ask(messages, said, stream=turn % 2 == 0, **fields)
-            results: list[Message] = [
-                {"role": "tool", "tool_call_id": call["id"], "content": str(turn)}
-                for call in answer.get("tool_calls") or []
-            ]
-            messages += [answer, *(results or [ASK])]
+            messages += [answer, *(results_of(answer, str(turn)) or [ASK])]
         await talk.end()
         tree = await check_session(lab, talk, each=turns // 10)
     assert len(tree) == turns and sum(not tree.children(n.id) for n in tree) == 1

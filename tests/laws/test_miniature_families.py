@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 
 from any_agent.chat.format_probes import TOOLS
-from tests.support.errors import fails_with
 from tests.support.families import Call, Family, family, names
 
 ASK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 1 + 2?"},
 ]
-THREE = Call("add", {"a": 1, "b": 2})
 
 
 def template(fam: Family, talk: list[dict[str, Any]], tools: Any, *, prompt: bool) -> list[int]:
@@ -40,37 +38,20 @@ def test_the_renderer_and_the_template_agree_on_a_prompt(name: str) -> None:
 
 # Templates take reasoning out of earlier turns, and gpt-oss writes a call otherwise than its model.
 @pytest.mark.parametrize("name", [n for n in names() if not family(n).reasons])
-def test_an_answer_is_what_the_template_writes(name: str) -> None:
+def test_an_answer_and_a_call_are_what_the_template_writes(name: str) -> None:
     fam = family(name)
-    prompt = template(fam, ASK, None, prompt=True)
-    said = fam.say("Three.")
-    assert said[-1] in fam.end_ids
-    whole = template(fam, [*ASK, {"role": "assistant", "content": "Three."}], None, prompt=False)
-    # GLM's next turn begins with the token that ended the answer.
-    text = fam.chat.decode([*whole, *([said[-1]] if name == "glm" else [])])
-    assert text.removesuffix("\n") == fam.chat.decode(prompt + said)
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in names() if family(n).spec.calls and not family(n).reasons]
-)
-def test_a_call_is_what_the_template_writes(name: str) -> None:
-    fam = family(name)
-    message = {
-        "role": "assistant",
+    three = Call("add", {"a": 1, "b": 2})
+    called = {
         "content": "",
-        "tool_calls": [{"function": {"name": THREE.name, "arguments": THREE.arguments}}],
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
     }
-    prompt = template(fam, ASK, TOOLS, prompt=True)
-    said = fam.say(calls=(THREE,))
-    whole = template(fam, [*ASK, message], TOOLS, prompt=False)
-    text = fam.chat.decode([*whole, *([said[-1]] if name == "glm" else [])])
-    assert text.removesuffix("\n") == fam.chat.decode(prompt + said)
-    assert fam.encode(fam.chat.decode(said)) == said
-
-
-def test_a_family_refuses_what_it_cannot_say() -> None:
-    with fails_with(ValueError, "reasoning"):
-        family("llama3").say("x", reasoning="y")
-    with fails_with(ValueError, "calls"):
-        family("unknown_plain").say("x", calls=(THREE,))
+    cases: list[tuple[Any, list[int], Any]] = [({"content": "Three."}, fam.say("Three."), None)]
+    if fam.spec.calls:
+        cases.append((called, fam.say(calls=(three,)), TOOLS))
+    for message, said, tools in cases:
+        assert said[-1] in fam.end_ids and fam.encode(fam.chat.decode(said)) == said
+        prompt = template(fam, ASK, tools, prompt=True)
+        whole = template(fam, [*ASK, {"role": "assistant", **message}], tools, prompt=False)
+        # GLM's next turn begins with the token that ended the answer.
+        text = fam.chat.decode([*whole, *([said[-1]] if name == "glm" else [])])
+        assert text.removesuffix("\n") == fam.chat.decode(prompt + said)

@@ -136,11 +136,18 @@ def test_damaged_bytes_are_a_value_error(make: Make, at: int, bit: int, cut: boo
         assert str(e)
 
 
+def runs(*versions: int) -> bytes:
+    return np.array(versions, "<i4").tobytes()
+
+
 WRONG: dict[str, list[Any]] = {
     "id": [5],
     "parent_id": [b"x"],
     "prompt_delta_ids": [b"123", [1, 2]],
-    "output_versions": [b"1234"],
+    "output_versions": [
+        *(b"1234", runs(2), runs(1, 7), runs(3, 7), runs(0, 7, 2, 8), runs(-1, 7, 3, 8)),
+        *(runs(1, 7, 1, 7), runs(), runs(2**31 - 1, 1, 2**31 - 1, 2, 4, 3)),
+    ],
     "output_logprobs": [b""],
     "message_delta": ["{}", "[5]"],
     "output_message": ["[]", "nonsense"],
@@ -157,6 +164,7 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize("field", WRONG)
 def test_a_wrong_field_is_named(make: Make, field: str) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
+    assert plain["interaction"][FIELDS.index("output_versions")] == runs(2, 7)
     for value in WRONG[field]:
         plain["interaction"][FIELDS.index(field)] = value
         with fails_with(ValueError, f"interaction.{field}"):
@@ -164,17 +172,6 @@ def test_a_wrong_field_is_named(make: Make, field: str) -> None:
     del plain["interaction"][FIELDS.index(field)]
     with fails_with(ValueError, "18 values", "19"):
         unpack_interaction(msgpack.packb(plain))
-
-
-def test_wrong_runs_of_versions_are_refused_by_name(make: Make) -> None:
-    plain = msgpack.unpackb(pack_interaction(make("a")))
-    at = FIELDS.index("output_versions")
-    assert plain["interaction"][at] == np.array([2, 7], "<i4").tobytes()
-    wrong = [[2], [1, 7], [3, 7], [0, 7, 2, 8], [-1, 7, 3, 8], [1, 7, 1, 7], []]
-    for runs in (*wrong, [2**31 - 1, 1, 2**31 - 1, 2, 4, 3]):
-        plain["interaction"][at] = np.array(runs, "<i4").tobytes()
-        with fails_with(ValueError, "interaction.output_versions"):
-            unpack_interaction(msgpack.packb(plain))
 
 
 def test_the_named_format_is_read(make: Make) -> None:
@@ -187,12 +184,10 @@ def test_the_named_format_is_read(make: Make) -> None:
     named["gconfig"] = {name: getattr(i.gconfig, name) for name in older}
     old = msgpack.packb({"format": 2, "interaction": named})
     assert same(unpack_interaction(old), i)
-    del named["model"]
-    with fails_with(ValueError, "interaction.model"):
-        unpack_interaction(msgpack.packb({"format": 2, "interaction": named}))
-    with fails_with(ValueError, "'extra'"):
-        wrong = named | {"model": "m", "extra": 1}
-        unpack_interaction(msgpack.packb({"format": 2, "interaction": wrong}))
+    lacks = {name: value for name, value in named.items() if name != "model"}
+    for wrong, names in ((lacks, "interaction.model"), (named | {"extra": 1}, "'extra'")):
+        with fails_with(ValueError, names):
+            unpack_interaction(msgpack.packb({"format": 2, "interaction": wrong}))
     with fails_with(ValueError, "format"):
         unpack_trajectories(msgpack.packb({"format": 2, "trajectories": []}))
 
@@ -242,20 +237,21 @@ def test_wrong_sampling_settings_in_a_record_are_refused_by_name(make: Make) -> 
 
 def test_unknown_fields_and_formats_are_refused(make: Make) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
-    with fails_with(ValueError, "20 values", "19"):
-        unpack_interaction(msgpack.packb(plain | {"interaction": [*plain["interaction"], 1]}))
-    with fails_with(ValueError, "'extra'"):
-        unpack_interaction(msgpack.packb(plain | {"extra": 1}))
-    with fails_with(ValueError, "format"):
-        unpack_interaction(msgpack.packb(plain | {"format": 1}))
+    for wrong, names in (
+        (plain | {"interaction": [*plain["interaction"], 1]}, ["20 values", "19"]),
+        (plain | {"extra": 1}, ["'extra'"]),
+        (plain | {"format": 1}, ["format"]),
+    ):
+        with fails_with(ValueError, *names):
+            unpack_interaction(msgpack.packb(wrong))
     with fails_with(ValueError, "trajectories"):
         unpack_trajectories(pack_interaction(make("a")))
+    body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [make("a")])]))
+    body["trajectories"][0]["interactions"][0][FIELDS.index("id")] = 1
     with fails_with(ValueError, "trajectories[0].interactions[0].id"):
-        body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [make("a")])]))
-        body["trajectories"][0]["interactions"][0][FIELDS.index("id")] = 1
         unpack_trajectories(msgpack.packb(body))
+    body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [])]))
     for named in ({"a": float("nan")}, {"a": True}, {b"a": 1.0}, {"a": "1"}, ["a"], None):
-        body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [])]))
         body["trajectories"][0]["named_rewards"] = named
         with fails_with(ValueError, "trajectories[0].named_rewards"):
             unpack_trajectories(msgpack.packb(body))

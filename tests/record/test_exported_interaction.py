@@ -52,11 +52,8 @@ def test_an_exported_interaction_has_all_that_is_known_of_its_call() -> None:
     completion = child.completion
     assert completion is not None and completion.usage is not None
     (choice,) = completion.choices
-    assert (completion.id, choice.message.content, choice.finish_reason) == (
-        "b",
-        "from b",
-        "length",
-    )
+    told = (completion.id, choice.message.content, choice.finish_reason)
+    assert told == ("b", "from b", "length")
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (5, 1)
     (leaf,) = made("concat").values()
     assert leaf.parent is not None and leaf.parent.interaction_id == "a"
@@ -114,15 +111,13 @@ def test_an_interaction_made_from_tensors_keeps_the_response_beside_them() -> No
         )
 
 
-def test_a_completion_is_cut_off_or_not_kept() -> None:
-    cut = interaction("a", [1], [2])
-    cut.finish_reason = "abort"
-    said = chat_completion_of(cut, 1)
-    assert said is not None and said["choices"][0]["finish_reason"] == "length"
-    cut.finish_reason = "an engine's own"
-    said = chat_completion_of(cut, 1)
-    assert said is not None and said["choices"][0]["finish_reason"] == "stop"
-    assert chat_completion_of(strip_content(cut), 1) is None
+def test_the_finish_reason_of_a_completion_is_one_of_openais() -> None:
+    node = interaction("a", [1], [2])
+    for reason, shown in (("abort", "length"), ("an engine's own", "stop")):
+        node.finish_reason = reason
+        said = chat_completion_of(node, 1)
+        assert said is not None and said["choices"][0]["finish_reason"] == shown
+    assert chat_completion_of(strip_content(node), 1) is None, "its texts are not kept"
 
 
 def test_an_exported_interaction_can_be_made_by_hand() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,28 +11,15 @@ from any_agent.types import Interaction
 from tests.support.records import Make
 
 
-def session_score(
-    interactions: Iterable[Interaction], rewards: Mapping[str, float]
-) -> float | None:
-    """Return the mean of r over the trainable interactions that are not discarded, or None."""
-    nodes = list(interactions)
-    gone = discarded(nodes)
-    values = [rewards[n.id] for n in nodes if n.trainable and n.id not in gone]
-    return sum(values) / len(values) if values else None
-
-
-def test_the_designs_worked_example_gives_its_rewards_and_scores(make: Make) -> None:
-    """Design: right; wrong then right; wrong, wrong; wrong, wrong; discount 0.9."""
+def test_the_designs_worked_example_gives_its_rewards(make: Make) -> None:
+    """Design: right; wrong then right; wrong, wrong; discount 0.9."""
     sessions = [
         [make("a", reward=1.0)],
         [make("a", reward=0.0), make("b", "a", reward=1.0)],
         [make("a", reward=0.0), make("b", "a", reward=0.0)],
-        [make("a", reward=0.0), make("b", "a", reward=0.0)],
     ]
-    rs = [propagate_rewards(s, discount=0.9) for s in sessions]
-    assert [list(r.values()) for r in rs] == [[1.0], [0.9, 1.0], [0.0, 0.0], [0.0, 0.0]]
-    scores = [session_score(s, r) for s, r in zip(sessions, rs, strict=True)]
-    assert scores == pytest.approx([1.0, 0.95, 0.0, 0.0])
+    rewards = [list(propagate_rewards(s, discount=0.9).values()) for s in sessions]
+    assert rewards == [[1.0], [0.9, 1.0], [0.0, 0.0]]
 
 
 def test_final_reward_reaches_every_leaf(make: Make) -> None:
@@ -41,14 +27,6 @@ def test_final_reward_reaches_every_leaf(make: Make) -> None:
     nodes = [make("a"), make("b", "a", reward=0.5), make("root2"), make("c", "root2")]
     r = propagate_rewards(nodes, discount=0.5, final_reward=2.0)
     assert r == {"a": 1.25, "b": 2.5, "root2": 1.0, "c": 2.0}
-
-
-def test_choices_that_nobody_continued_get_no_reward(make: Make) -> None:
-    nodes = [make("p"), *(make(f"c.{k}", "p", asked="q") for k in range(3)), make("d", "c.1")]
-    assert discarded(nodes) == {"c.0", "c.2"}
-    r = propagate_rewards(nodes, final_reward=1.0)
-    assert r == {"p": 1.0, "c.0": 0.0, "c.1": 1.0, "c.2": 0.0, "d": 1.0}
-    assert session_score(nodes, r) == 1.0
 
 
 def test_roots_with_other_tools_are_no_choices(make: Make) -> None:

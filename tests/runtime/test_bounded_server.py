@@ -60,6 +60,13 @@ async def _running(most: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         await runner.cleanup()
 
 
+async def _sent(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which this is sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    return reader, writer
+
+
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = int(head.partition("content-length: ")[2].split("\r\n")[0])
@@ -69,12 +76,10 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
 
 async def test_connections_above_the_bound_are_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _running(1, monkeypatch) as port:
-        first = await asyncio.open_connection("127.0.0.1", port)
-        first[1].write(GET % b"/")
+        first = await _sent(port, GET % b"/")
         assert (await _answer(first[0]))[0] == 200
         for path, status in ((b"/model_info", 503), (b"/health", 200)):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(GET % path)
+            reader, writer = await _sent(port, GET % path)
             got, told = await _answer(reader)
             assert got == status
             assert status == 200 or told["error"]["code"] == "too_many_connections"
@@ -90,19 +95,16 @@ async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with _running(1, monkeypatch) as port:
-        used = await asyncio.open_connection("127.0.0.1", port)
-        used[1].write(GET % b"/")
+        used = await _sent(port, GET % b"/")
         assert (await _answer(used[0]))[0] == 200
-        half_a_head = await asyncio.open_connection("127.0.0.1", port)
-        half_a_head[1].write(b"GET / HT")
+        half_a_head = await _sent(port, b"GET / HT")
         wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(600)]
         assert (await half_a_head[0].read()).startswith(b"HTTP/1.1 503 ")
         ends = [asyncio.create_task(reader.read()) for reader, _ in wires]
         await asyncio.wait(ends[:500])
         assert all(end.result().startswith(b"HTTP/1.1 503 ") for end in ends[:500])
         for _ in range(50):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(GET % b"/health")
+            reader, writer = await _sent(port, GET % b"/health")
             assert (await _answer(reader))[0] == 200
             writer.close()
         # One that had a request goes on, as long as others have had none.
@@ -129,8 +131,7 @@ async def test_answers_under_way_are_not_cut_off_for_a_new_connection(
     async with _running(1, monkeypatch) as port:
         wires = []
         for number in range(33):
-            wires.append(await asyncio.open_connection("127.0.0.1", port))
-            wires[-1][1].write(GET % b"/health")
+            wires.append(await _sent(port, GET % b"/health"))
             while len(hung) <= number:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         for _ in range(20):
@@ -151,8 +152,7 @@ async def test_a_request_head_that_never_ends_is_cut_off(
 ) -> None:
     monkeypatch.setattr(bounded_server, "KEEPALIVE", 0.1)
     async with _running(8, monkeypatch) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
+        reader, writer = await _sent(port, sent)
         assert await reader.read() == b""
         writer.close()
 
@@ -163,14 +163,12 @@ async def test_a_request_body_that_is_too_slow_or_too_long_is_refused(
     async with _running(8, monkeypatch) as port:
         for part_timeout, says in ((60.0, "this server's time limit (0.2 s)"), (0.1, "no part")):
             monkeypatch.setattr(bounded_server, "PART_TIMEOUT", part_timeout)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(POST)
+            reader, writer = await _sent(port, POST)
             status, told = await _answer(reader)
             assert (status, told["error"]["code"]) == (400, "body_timeout")
             assert says in told["error"]["message"]
             writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(POST + b"cde")
+        reader, writer = await _sent(port, POST + b"cde")
         assert await _answer(reader) == (200, {"text": b"abcde"})
         writer.write(POST.replace(b"5", b"9") + b"cdefghi")
         assert (await _answer(reader))[0] == 413
@@ -187,8 +185,7 @@ async def test_malformed_http_is_answered_and_not_logged(
 ) -> None:
     """Anybody can send it, as often as he likes, and with anything in it."""
     async with _running(8, monkeypatch) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
+        reader, writer = await _sent(port, sent)
         status, told = await _answer(reader)
         assert (status, told["error"]["code"]) == (400, "invalid_request")
         assert "128 headers" in told["error"]["message"]
@@ -201,8 +198,7 @@ async def test_an_unexpected_error_is_logged_and_hidden_from_the_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _running(8, monkeypatch) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(GET % b"/bug")
+        reader, writer = await _sent(port, GET % b"/bug")
         status, told = await _answer(reader)
         assert (status, told["error"]["code"]) == (500, "internal_error")
         assert "secret" not in json.dumps(told) and "secret" in caplog.text

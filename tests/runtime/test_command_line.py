@@ -14,16 +14,16 @@ from trainer import any_agent_grpo
 REPOSITORY = Path(__file__).parents[2]
 
 
+def ran(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **variables}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, env=env
+    )
+
+
 def run(code: str, *arguments: str) -> tuple[int, str]:
     """The exit code of a script, and what it wrote to standard error; it ended as scripts do."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-        timeout=60,
-    )
+    done = ran([sys.executable, "-c", code, *arguments])
     assert done.stdout == "at its end\n"
     # On a busy machine it says before what takes a while.
     said = [line for line in done.stderr.splitlines(True) if not line.startswith("importing ")]
@@ -159,14 +159,7 @@ READER = "import sys; from any_agent.runtime.command_line import guarded; sys.ex
 def test_a_reader_that_leaves_is_no_error() -> None:
     code = f"def main():\n    while True: print('x' * 9999)\n{READER}"
     program = f'{sys.executable} -c "$CODE" | head -c 10; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(
-        ["bash", "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        timeout=60,
-        env={**os.environ, "CODE": code},
-    )
+    done = ran(["bash", "-c", program], CODE=code)
     assert (done.returncode, done.stderr) == (141, "")
 
 

@@ -32,27 +32,21 @@ def chained(cause: BaseException) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        FULL,
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-        Exception("Disk quota exceeded (os error 122)"),
-        StoreFull("the journal's disk is full"),
-        chained(FULL),
-        TrainingError("training process 1 failed: [Errno 28] No space left on device"),
-    ],
-)
-def test_a_full_disk_is_known_by_its_error(error: Exception) -> None:
-    assert is_disk_full(error)
+FULL_DISKS: list[Exception] = [
+    FULL,
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    SafetensorError("I/O error: No space left on device (os error 28)"),
+    Exception("Disk quota exceeded (os error 122)"),
+    StoreFull("the journal's disk is full"),
+    chained(FULL),
+    TrainingError("training process 1 failed: [Errno 28] No space left on device"),
+]
+OTHERS = [None, OSError(errno.EIO, "Input/output error"), ValueError("28"), chained(KeyError())]
 
 
-@pytest.mark.parametrize(
-    "error", [None, OSError(errno.EIO, "Input/output error"), ValueError("28"), chained(KeyError())]
-)
-def test_other_errors_do_not_count_as_a_full_disk(error: Exception | None) -> None:
-    assert not is_disk_full(error)
+@pytest.mark.parametrize("error", [*FULL_DISKS, *OTHERS], ids=repr)
+def test_a_full_disk_is_known_by_its_error(error: Exception | None) -> None:
+    assert is_disk_full(error) == (error in FULL_DISKS)
 
 
 @pytest.fixture

@@ -23,23 +23,21 @@ def test_a_port_in_use_is_named() -> None:
     reserve("127.0.0.1", port).close()
 
 
-@pytest.mark.parametrize("host", ["a..b", "fe80::zz", "192.0.2.1"])
-def test_an_address_of_another_machine_cannot_be_reserved(host: str) -> None:
-    with fails_with(ConfigError, f"{host}:0"):
-        reserve(host, 0)
+def test_an_address_of_another_machine_cannot_be_reserved() -> None:
+    for host in ("a..b", "fe80::zz", "192.0.2.1"):
+        with fails_with(ConfigError, f"{host}:0"):
+            reserve(host, 0)
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("box.example", "http://box.example:80"),
-        ("::1", "http://[::1]:80"),
-        ("fe80::1", "http://[fe80::1]:80"),
-    ],
-)
-def test_a_url_has_brackets_around_ipv6(host: str, url: str) -> None:
-    assert url_of(host, 80) == url
+def test_a_url_has_brackets_around_ipv6() -> None:
+    hosts = ("127.0.0.1", "box.example", "::1", "fe80::1")
+    urls = [
+        "http://127.0.0.1:80",
+        "http://box.example:80",
+        "http://[::1]:80",
+        "http://[fe80::1]:80",
+    ]
+    assert [url_of(host, 80) for host in hosts] == urls
 
 
 LOOPBACK_HOSTS = ["127.0.0.1", "localhost", "0.0.0.0", "::1", "::"]
@@ -79,16 +77,14 @@ def test_nobody_else_gets_a_reserved_port(reserved: tuple[str, int]) -> None:
     with socket.socket(family) as other:
         only_port(other, port)
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with pytest.raises(OSError) as refused:
+        with fails_with(OSError, errno=errno.EADDRINUSE):
             other.bind((host, 0))
-    assert refused.value.errno == errno.EADDRINUSE
     there = "::1" if ":" in host else "127.0.0.1"
     with reserve(there, 0) as listener, socket.socket(family) as outgoing:
         listener.listen()
         only_port(outgoing, port)
-        with pytest.raises(OSError) as refused:
+        with fails_with(OSError, errno=errno.EADDRNOTAVAIL):
             outgoing.connect(listener.getsockname()[:2])
-    assert refused.value.errno == errno.EADDRNOTAVAIL
 
 
 def only_port(some: socket.socket, port: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +26,18 @@ from tests.support import reward_functions as functions
 from tests.support.proxy import until
 
 
-async def test_closing_ends_calls_and_a_later_one_starts_anew(tmp_path: Path) -> None:
-    pool, begun = WorkerPool(1), tmp_path / "begun"
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    """One worker, that lacks the operator's secrets."""
+    pool = WorkerPool(1, secrets=SECRET_VARIABLES)
+    yield pool
+    await asyncio.to_thread(pool.close)
+
+
+async def test_closing_ends_calls_and_a_later_one_starts_anew(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
     hanging = [pool.run(functions.hangs_at, str(begun), timeout=600) for _ in range(2)]
     calls = [asyncio.create_task(one) for one in hanging]
     await until(begun.exists, "one of them has begun")
@@ -37,12 +48,15 @@ async def test_closing_ends_calls_and_a_later_one_starts_anew(tmp_path: Path) ->
         with pytest.raises(WorkerCrashed):
             call.result()
     assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
-    await asyncio.to_thread(pool.close)
 
 
-async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_has_its_own_environment_and_this_process_keeps_its_own(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads of this process read their variables meanwhile."""
     monkeypatch.setenv(SECRET_VARIABLES[0], "operator-secret")
-    pool = WorkerPool(1, secrets=SECRET_VARIABLES)
+    removed: list[bytes] = []
+    monkeypatch.setattr(os, "unsetenv", removed.append)
     told = await pool.run(functions.variable, "OF_A_CALL", timeout=60, environ={"OF_A_CALL": "x"})
     assert told == "x"
     assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None
@@ -50,19 +64,7 @@ async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -
     # Other processes of this user can read what a process was started with.
     first = await pool.run(functions.first_environment, timeout=60)
     assert b"PATH=" in first and SECRET_VARIABLES[0].encode() not in first
-    assert os.environ[SECRET_VARIABLES[0]]
-    await asyncio.to_thread(pool.close)
-
-
-async def test_a_start_leaves_this_process_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its other threads read them meanwhile."""
-    monkeypatch.setenv(SECRET_VARIABLES[0], "operator-secret")
-    removed: list[bytes] = []
-    monkeypatch.setattr(os, "unsetenv", removed.append)
-    pool = WorkerPool(1, secrets=SECRET_VARIABLES)
-    assert await pool.run(functions.variable, SECRET_VARIABLES[0], timeout=60) is None
-    await asyncio.to_thread(pool.close)
-    assert not removed
+    assert os.environ[SECRET_VARIABLES[0]] and not removed
 
 
 class Unclosed:
@@ -114,9 +116,8 @@ def test_workers_outlive_the_thread_that_called_first() -> None:
     assert len(found) == 2
 
 
-async def test_who_waits_learns_that_workers_are_starting() -> None:
+async def test_who_waits_learns_that_workers_are_starting(pool: WorkerPool) -> None:
     """It takes a minute on a busy machine, and the trainer waits for its episodes meanwhile."""
-    pool = WorkerPool(1)
     assert pool.starting == 0
     call = asyncio.create_task(pool.run(functions.by_name, "4", answer="4", timeout=60))
     await asyncio.sleep(0)
@@ -128,11 +129,10 @@ async def test_who_waits_learns_that_workers_are_starting() -> None:
     await asyncio.sleep(0)
     assert (pool.starting, describe_starting()) == (0, None)
     await later
-    pool.close()
 
 
 async def test_a_pool_that_broke_while_it_was_idle_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule, broken = ProcessPool.schedule, [RuntimeError("Unexpected error within the Pool")]
 
@@ -142,7 +142,5 @@ async def test_a_pool_that_broke_while_it_was_idle_is_replaced(
         return schedule(pool, *given, **named)
 
     monkeypatch.setattr(ProcessPool, "schedule", breaking)
-    pool = WorkerPool(1)
     assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
     assert not broken
-    await asyncio.to_thread(pool.close)

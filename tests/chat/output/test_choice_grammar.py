@@ -49,7 +49,7 @@ def takes(fam: Family, ids: list[int], names: list[str] = NAMES) -> bool:
 
 
 @pytest.mark.parametrize(("name", "thinking"), FAMILIES)
-def test_a_familys_own_answers(name: str, thinking: bool) -> None:
+def test_the_grammar_takes_a_familys_own_answers_alone(name: str, thinking: bool) -> None:
     fam = family(name, thinking=thinking)
     # Where the prompt opens reasoning, it is free; else there is none.
     opened = fam.chat.ends_in_reasoning(fam.chat.render(ASK, None))
@@ -79,6 +79,6 @@ def test_gpt_oss_says_where_its_text_belongs() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "unknown_plain"])
-def test_families_whose_calls_cannot_be_told_from_text(name: str) -> None:
+def test_families_whose_calls_cannot_be_told_from_text_have_no_grammar(name: str) -> None:
     fam = family(name)
     assert fam.chat.text_or_calls(fam.chat.render(ASK, None), TEXT, NAMES) is None

@@ -186,7 +186,9 @@ AFTER_NAME = {
 @EVERY
 @THINKING
 @pytest.mark.parametrize("stop", [(), ("add", "function")])
-def test_a_forced_call(name: str, thinking: bool, stop: tuple[str, ...]) -> None:
+def test_a_forced_call_is_read_from_its_opening_on(
+    name: str, thinking: bool, stop: tuple[str, ...]
+) -> None:
     made = family(name, thinking=thinking)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
     opening = made.chat.open_call(prompt, "add")
@@ -214,7 +216,9 @@ def test_a_forced_call(name: str, thinking: bool, stop: tuple[str, ...]) -> None
 
 @EVERY
 @THINKING
-def test_any_call_forced(name: str, thinking: bool) -> None:
+def test_a_forced_call_of_any_tool_is_read_by_the_name_that_follows(
+    name: str, thinking: bool
+) -> None:
     made = family(name, thinking=thinking)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
     opening = made.chat.open_call(prompt, None)

@@ -75,26 +75,16 @@ def test_a_lone_surrogate_stays_escaped(escape: str) -> None:
     assert said.startswith(escape[:6])
 
 
-def test_strings_are_read_strictly() -> None:
-    assert read_string("a\\n\\u00e9") == "a\né"
-    assert read_string("a\nb") is None
-    assert read_string("\\ud800") is None
-
-
-def test_what_is_json() -> None:
-    assert is_json('{"a": [1, 2.5e3, null]}')
+def test_strings_and_values_are_read_strictly() -> None:
+    assert [read_string(s) for s in ("a\\n\\u00e9", "a\nb", "\\ud800")] == ["a\né", None, None]
+    assert is_json('{"a": [1, 2.5e3, null]}') and quoted('é"\n') == '"é\\"\\n"'
     for text in ("NaN", "{a: 1}", "", "1 2", "[" * 100_000, '"\\ud800'):
         assert not is_json(text)
 
 
-def test_text_as_a_json_string() -> None:
-    assert quoted('é"\n') == '"é\\"\\n"'
-
-
-def test_arguments_as_text() -> None:
+def test_arguments_that_are_no_json_object_are_kept_as_text_or_refused() -> None:
     assert as_arguments({"a": "é"}) == '{"a": "é"}'
     assert as_arguments({"a": "\ud800"}) == '{"a": "\\ud800"}'
     assert as_arguments("not json") == "not json"
-    assert as_arguments([1]) is None
-    assert as_arguments({"a": float("nan")}) is None
-    assert as_arguments("\ud800") is None
+    for wrong in ([1], {"a": float("nan")}, "\ud800"):
+        assert as_arguments(wrong) is None

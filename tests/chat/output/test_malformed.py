@@ -117,7 +117,7 @@ CASES = [
 
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize(("renderer", "text", "content", "calls"), CASES)
-def test_ours_decides(
+def test_malformed_output_is_read_as_calls_or_stays_text(
     renderer: str, text: str, content: str, calls: list[tuple[str, str]], as_text: bool
 ) -> None:
     if as_text and renderer == "gpt-oss":
@@ -140,7 +140,7 @@ def test_call_ids_depend_on_the_prompt_and_on_what_was_said_before() -> None:
     assert len({i for ids in every for i in ids}) == 4
 
 
-def test_agrees_with_the_renderers_that_no_miniature_has() -> None:
+def test_kimi_and_minimax_are_read_as_their_renderers_read_them() -> None:
     from renderers.parsing import parse_kimi_k2, parse_minimax
 
     def ids(tokenizer: Any, *names: str) -> list[int]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 
-from any_agent.chat.output.message import MessageDelta, ParsedMessage, merge_deltas
+from any_agent.chat.output.message import MessageDelta, merge_deltas
 
 OPENING = {"index": 0, "id": "call_1", "type": "function"}
 
@@ -16,7 +16,7 @@ def opening(index: int, name: str) -> MessageDelta:
     return MessageDelta(tool_calls=[{**OPENING, "index": index, "function": function}])
 
 
-def test_steps_become_one() -> None:
+def test_deltas_merge_into_one() -> None:
     deltas = [
         MessageDelta(reasoning_content="wh"),
         MessageDelta(reasoning_content="y"),
@@ -36,23 +36,6 @@ def test_steps_become_one() -> None:
         {**OPENING, "index": 1, "function": {"name": "now", "arguments": ""}},
     ]
     assert merge_deltas([merged]) == merged
-
-
-def test_steps_in_the_middle_of_a_call() -> None:
-    merged = merge_deltas([step(0, "{"), step(0, "}")])
-    assert merged.tool_calls == [{"index": 0, "function": {"arguments": "{}"}}]
+    amid_a_call = merge_deltas([step(0, "{"), step(0, "}")])
+    assert amid_a_call.tool_calls == [{"index": 0, "function": {"arguments": "{}"}}]
     assert merge_deltas([]) == MessageDelta()
-
-
-def test_the_message_in_openai_s_form() -> None:
-    call = {**OPENING, "function": {"name": "add", "arguments": "{}"}}
-    assert ParsedMessage("", None, [call]).to_message() == {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [call],
-    }
-    assert ParsedMessage("a", "why").to_message() == {
-        "role": "assistant",
-        "content": "a",
-        "reasoning_content": "why",
-    }

@@ -92,7 +92,7 @@ def test_a_stream_is_its_whole_answer(steps: list[tuple[str, str]], hidden: bool
 
 @settings(max_examples=100, deadline=None)
 @given(STEPS)
-def test_what_comes_back_is_what_was_recorded(steps: list[tuple[str, str]]) -> None:
+def test_an_answer_that_is_sent_back_is_what_was_recorded(steps: list[tuple[str, str]]) -> None:
     _, interaction = built(steps)
     whole = whole_of(answer_of().whole([interaction]))
     content = json.loads(json.dumps([block.to_dict() for block in whole.content]))
@@ -118,7 +118,7 @@ def test_a_client_that_joins_late_gets_the_same_in_the_usual_order(
     assert accumulated(stream) == whole_of(answer_of().whole([interaction]))
 
 
-def test_the_blocks_of_an_answer() -> None:
+def test_an_answer_has_thinking_text_and_tool_use_blocks() -> None:
     call = {"id": "call_" + "a1" * 12, "type": "function"}
     function = {"name": "find", "arguments": '{"text": "x"}'}
     message = {

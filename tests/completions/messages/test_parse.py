@@ -101,7 +101,7 @@ def test_a_tool_that_failed_says_so() -> None:
         assert said == {"role": "tool", "tool_call_id": "x", "content": becomes}
 
 
-def test_the_billing_line_is_left_out() -> None:
+def test_the_billing_line_of_a_system_prompt_is_left_out() -> None:
     for system in ("x-anthropic-billing-header: a=1;\nBe brief.", "Be brief."):
         said, *_ = conversation_of(system, HELLO, NO_TOOLS)
         assert said == {"role": "system", "content": "Be brief."}
@@ -204,7 +204,7 @@ BAD: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_what_is_refused_is_named() -> None:
+def test_wrong_parameters_of_messages_are_refused_by_name() -> None:
     for param, cases in BAD.items():
         for fields in cases:
             with fails_with(InvalidRequest, param=param):

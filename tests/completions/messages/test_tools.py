@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.call_types import Completion
 from any_agent.completions.completer import Completer
 from any_agent.completions.messages.input_messages import MAX_SHOWN_BYTES
-from any_agent.completions.messages.parse import MessagesCall, parse_messages
-from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.prepare import count_tokens
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.record.content_removal import strip_content
 from any_agent.types import Continuation, Interaction
-from tests.support.completions.messages import EVAL, HELLO, RUN, parse
+from tests.support.completions.messages import HELLO, parse
 from tests.support.errors import fails_with
 from tests.support.families import Family, family
 from tests.support.families.spec import Call
-from tests.support.laws.voices import Voice
+from tests.support.laws.voices import Voice, sampled
 
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 SEARCH: dict[str, Any] = {"name": "search", "description": "Finds tools.", "input_schema": SCHEMA}
@@ -40,11 +37,6 @@ REFERENCE = {"type": "tool_reference", "tool_name": "shout"}
 
 def names(tools: Any) -> list[str]:
     return [tool["function"]["name"] for tool in tools or ()]
-
-
-def strictly(**fields: Any) -> MessagesCall:
-    body = {"messages": HELLO, "max_tokens": 50, **fields}
-    return parse_messages(body, ParseSettings(EVAL, RUN, "policy", unknown="refuse"))
 
 
 def result(*blocks: Any) -> list[dict[str, Any]]:
@@ -67,7 +59,7 @@ def test_what_only_anthropic_runs_is_left_out_and_named() -> None:
         assert chat.ignored == (f"tools.{kind}",)
         assert chat.recorded[f"tools.{kind}"] == [tool, tool]
         with fails_with(UnsupportedParameter, param="tools"):
-            strictly(tools=[tool, SEARCH])
+            parse(refuses=True, tools=[tool, SEARCH])
         # With a schema of its own it is a function like any other.
         function = parse(tools=[{**tool, "input_schema": SCHEMA}]).chat
         assert (names(function.tools), function.ignored) == (["x"], ("tools.strict",))
@@ -180,11 +172,8 @@ class Agent:
         counted = await count_tokens(self.completer, call, self.tree)
         prepared = self.completer.prepare(call, self.tree)
         assert counted == prepared.prompt_tokens
-        async for item in self.completer.run(prepared, session_id="s", stream=True):
-            if isinstance(item, Completion):
-                self.tree.add(item.interaction, item.key)
-                return item.interaction
-        raise AssertionError("a call ends with its completion")
+        done, _ = await sampled(self.completer, prepared, self.tree, stream=True)
+        return done.interaction
 
     def runs(self, made: Interaction, *results: Any) -> None:
         """Send back an answer with a call, and what came of that."""

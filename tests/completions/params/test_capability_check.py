@@ -31,7 +31,9 @@ ALL = Capabilities()
         ("structural_tag", "chat", {"response_format": {"type": "json_object"}, "tools": [TOOL]}),
     ],
 )
-def test_what_the_engine_cannot_do(capability: str, api: Any, asked: dict[str, Any]) -> None:
+def test_a_parameter_that_the_engine_lacks_is_refused_by_name(
+    capability: str, api: Any, asked: dict[str, Any]
+) -> None:
     call = parse("eval", api=api, **asked)
     require_supported(call, ALL, vocab_size=10)
     with pytest.raises(UnsupportedParameter) as raised:
@@ -41,14 +43,14 @@ def test_what_the_engine_cannot_do(capability: str, api: Any, asked: dict[str, A
     require_supported(parse("eval", api=api), nothing, vocab_size=10)
 
 
-def test_log_probabilities_alone_are_always_there() -> None:
+def test_log_probabilities_need_no_capability() -> None:
     none = replace(ALL, top_logprobs=False)
     require_supported(parse(logprobs=True), none, vocab_size=10)
     require_supported(parse(api="completions", logprobs=0), none, vocab_size=10)
 
 
 @pytest.mark.parametrize("asked", [{"logit_bias": {"9": 1}}, {"stop_token_ids": [9]}])
-def test_ids_are_the_vocabularys(asked: dict[str, Any]) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(asked: dict[str, Any]) -> None:
     call = parse(**asked)
     require_supported(call, ALL, vocab_size=10)
     with fails_with(InvalidRequest, "vocabulary of 9") as raised:

@@ -17,7 +17,7 @@ from tests.support.completions.params import OTHER, RUN, TOOL, USER, parse
 from tests.support.errors import fails_with
 
 
-def test_the_least_that_can_be_asked() -> None:
+def test_a_chat_without_parameters_has_the_defaults() -> None:
     call = parse()
     assert (call.model, call.messages, call.tools) == ("policy", USER, None)
     assert (call.stream, call.include_usage, call.logprobs, call.n) == (False, False, False, 1)
@@ -98,7 +98,7 @@ def test_values_out_of_bounds_are_refused_by_name(name: str) -> None:
         assert raised.value.status == 400
 
 
-def test_biases_are_by_token() -> None:
+def test_biases_are_by_token_and_neutral_ones_bend_nothing() -> None:
     call = parse(logit_bias={"7": -100, "5": 1, "6": 0})
     assert call.gconfig.logit_bias == ((5, 1.0), (7, -100.0))
     # What is neutral bends nothing.
@@ -267,7 +267,7 @@ def test_a_format_becomes_a_grammar_which_trains_nothing() -> None:
 
 
 @given(choices=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), other=st.text())
-def test_choices_are_taken_by_the_letter(choices: list[str], other: str) -> None:
+def test_a_guided_choice_matches_its_texts_alone(choices: list[str], other: str) -> None:
     regex = json.loads(parse(guided_choice=choices).gconfig.grammar or "")["regex"]
     assert all(re.fullmatch(regex, choice) for choice in choices)
     assert bool(re.fullmatch(regex, other)) == (other in choices)

@@ -75,7 +75,9 @@ def require_valid(call: ChatCall, mode: str) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.service
-def test_nearly_right_bodies(api: str, mode: str, data: st.DataObject) -> None:
+def test_a_nearly_right_body_is_a_valid_call_or_refused_by_name(
+    api: str, mode: str, data: st.DataObject
+) -> None:
     body = data.draw(bodies(api))
     try:
         call = parse(mode, api=api, body=body)
@@ -92,7 +94,7 @@ def test_nearly_right_bodies(api: str, mode: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("api", BODIES)
 @settings(max_examples=100, deadline=None)
 @given(body=JSON)
-def test_any_json(api: str, body: Any) -> None:
+def test_any_json_is_a_valid_call_or_refused(api: str, body: Any) -> None:
     try:
         require_valid(parse(api=api, body=body), "train")
     except (InvalidRequest, NotFound) as error:
@@ -101,7 +103,7 @@ def test_any_json(api: str, body: Any) -> None:
 
 @pytest.mark.parametrize("api", BODIES)
 @pytest.mark.parametrize("deep", [[], {}])
-def test_no_depth_is_too_much(api: str, deep: Any) -> None:
+def test_any_depth_is_refused_by_name(api: str, deep: Any) -> None:
     for _ in range(5_000):
         deep = [deep] if isinstance(deep, list) else {"type": deep}
     for name in TABLE[api]:

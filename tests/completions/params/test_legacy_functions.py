@@ -12,7 +12,7 @@ from tests.support.errors import fails_with
 FUNCTIONS = [TOOL["function"], OTHER["function"]]
 
 
-def test_they_are_tools() -> None:
+def test_functions_are_parsed_as_tools() -> None:
     named = {"name": "g"}
     for older, newer in (
         ({}, {}),

@@ -1,4 +1,4 @@
-"""Formats of texts that no grammar knows: annotations, unless the schema is strict."""
+"""Keywords and formats of schemas that no grammar enforces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from any_agent.completions.structured_output import require_enforced
 from any_agent.errors import UnsupportedParameter
 from tests.support.completions.params import parse
 from tests.support.errors import fails_with
@@ -34,20 +35,42 @@ def asked(api: str, schema: Any, strict: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-@pytest.mark.parametrize("strict", [False, None])
-def test_an_unknown_format_is_an_annotation(api: str, strict: Any) -> None:
-    before = json.dumps(SCHEMA)
-    grammar = parse(api=api, **asked(api, SCHEMA, strict)).gconfig.grammar
-    assert grammar is not None
-    assert json.loads(grammar) == {"json_schema": PLAIN}
-    assert json.dumps(SCHEMA) == before
-
-
 @pytest.mark.parametrize(
     ("api", "param"), [("chat", "response_format"), ("responses", "text.format")]
 )
-def test_a_strict_schema_has_known_formats(api: str, param: str) -> None:
+def test_an_unknown_format_is_an_annotation_unless_the_schema_is_strict(
+    api: str, param: str
+) -> None:
+    before = json.dumps(SCHEMA)
+    for strict in (False, None):
+        grammar = parse(api=api, **asked(api, SCHEMA, strict)).gconfig.grammar
+        assert grammar is not None and json.loads(grammar) == {"json_schema": PLAIN}
+    assert json.dumps(SCHEMA) == before
     assert parse(api=api, **asked(api, PLAIN, True)).gconfig.grammar is not None
     with fails_with(UnsupportedParameter, param=param, code="unsupported_parameter"):
         parse(api=api, **asked(api, SCHEMA, True))
+
+
+def test_keywords_that_a_grammar_enforces_pass() -> None:
+    for schema in (
+        None,
+        True,
+        {"type": "string", "format": "uuid"},
+        {"properties": {"if": {"type": "integer", "minimum": 1}, "not": {"const": 1}}},
+        {"enum": [{"not": 1}], "$defs": {"then": {"pattern": "a+"}}, "default": {"if": 1}},
+    ):
+        require_enforced(schema, "response_format")
+
+
+def test_keywords_that_no_grammar_enforces_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"properties": {"a": {"multipleOf": 2}}}, "multipleOf"),
+        ({"anyOf": [{"$defs": {"a": {"not": {}}}}]}, "not"),
+        ({"items": {"type": "string", "format": "regex"}}, "format"),
+        ({"format": []}, "format"),
+        ({"pattern": "a", "maxLength": 3}, "lengths"),
+    ]
+    for schema, names in cases:
+        with fails_with(UnsupportedParameter, names, param="text.format"):
+            require_enforced(schema, "text.format")

@@ -60,7 +60,7 @@ def test_null_is_as_if_it_were_left_out(each: tuple[str, Parameter]) -> None:
 
 
 @pytest.mark.parametrize("each", HARMLESS, ids=map(named, HARMLESS))
-def test_harmless_ones_are_recorded_and_change_nothing(each: tuple[str, Parameter]) -> None:
+def test_harmless_parameters_are_recorded_and_change_nothing(each: tuple[str, Parameter]) -> None:
     api, row = each
     value = {"object": {"a": 1}, "string": "x", "integer": 7, "boolean": True, "array": ["x"]}[
         row.schema["type"]
@@ -87,7 +87,9 @@ def test_what_has_no_valid_form_is_refused_by_name(each: tuple[str, Parameter]) 
 
 
 @pytest.mark.parametrize("each", REFUSED, ids=map(named, REFUSED))
-def test_what_is_so_anyway_passes_and_else_is_refused(each: tuple[str, Parameter]) -> None:
+def test_a_refused_parameter_passes_with_the_value_that_holds_anyway(
+    each: tuple[str, Parameter],
+) -> None:
     api, row = each
     for value in row.schema.get("enum", ()):
         call = parse(api=api, **{row.name: value})
@@ -142,7 +144,7 @@ def test_what_bends_the_distribution_is_untrainable(each: tuple[str, Parameter])
         assert (trained.untrainable, trained.overrides) == (row.untrainable, {})
 
 
-def test_unknown_ones_are_refused_by_name_with_a_hint() -> None:
+def test_unknown_parameters_are_refused_by_name_with_a_hint() -> None:
     for key in ("beam_width", "api_base", "\n" * 500, "x" * 500):
         with pytest.raises(UnsupportedParameter) as raised:
             parse(told={"unknown": "refuse"}, **{key: 1})

@@ -16,7 +16,7 @@ def text(mode: str = "train", **fields: Any) -> Any:
     return parse(mode, api="completions", **fields)
 
 
-def test_the_least_that_can_be_asked() -> None:
+def test_a_completion_without_parameters_has_openais_defaults() -> None:
     call = text()
     assert (call.prompts, call.messages, call.tools) == (("hi",), [], None)
     # As OpenAI's API has it.
@@ -42,7 +42,7 @@ def test_a_prompt_is_a_text_or_ids_or_several_of_them() -> None:
             text(prompt=prompt)
 
 
-def test_a_prompt_that_no_context_holds() -> None:
+def test_a_prompt_that_no_context_holds_is_refused() -> None:
     assert len(text(prompt=[5] * 100_000).prompts[0]) == 100_000
     with pytest.raises(ContextLengthExceeded):
         text(prompt=[5] * (MAX_PROMPT_IDS + 1))

@@ -21,7 +21,7 @@ def switched(*known: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", BODIES)
-def test_one_is_recorded_and_changes_nothing(api: str) -> None:
+def test_an_unknown_field_is_recorded_and_changes_nothing(api: str) -> None:
     for mode in ("train", "eval"):
         call = parse(mode, api=api, beam_width=7, empty=None)
         plain = parse(mode, api=api)
@@ -34,7 +34,7 @@ def test_one_is_recorded_and_changes_nothing(api: str) -> None:
             parse(api=api, told=REFUSE, **{name: value})
 
 
-def test_names_are_made_plain_and_bounded() -> None:
+def test_names_of_unknown_fields_are_made_plain_and_bounded() -> None:
     for name, plain in (
         ("a b\r\nx-any-agent-session: 1", "a_b__x-any-agent-session__1"),
         ("x" * 64, "x" * 64),
@@ -51,7 +51,7 @@ def test_names_are_made_plain_and_bounded() -> None:
         parse(**many, one_more=1)
 
 
-def test_what_is_too_large_or_no_json_is_only_named() -> None:
+def test_an_unknown_field_that_is_too_large_or_no_json_is_only_named() -> None:
     for value in ("x" * 20_000, "\ud800", 2**70, {"a": ["x" * 20_000]}):
         call = parse(odd=value, plain=1)
         assert (call.recorded, call.ignored) == ({"plain": 1}, ("odd", "plain"))
@@ -59,7 +59,7 @@ def test_what_is_too_large_or_no_json_is_only_named() -> None:
     assert (list(both.recorded), both.ignored) == (["one"], ("one", "two"))
 
 
-def test_keys_are_not_kept() -> None:
+def test_secrets_in_unknown_fields_are_not_kept() -> None:
     for given in (
         {"api_key": "abc"},
         {"litellm_params": {"apiKey": "abc"}},

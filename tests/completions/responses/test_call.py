@@ -22,7 +22,7 @@ LONG = "x" * 100_000
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
-def test_a_call_is_as_a_chat_calls() -> None:
+def test_a_response_is_parsed_as_the_chat_call_that_it_means() -> None:
     call = parse(
         [{"role": "user", "content": "hi"}],
         instructions="Be brief.",

@@ -148,13 +148,13 @@ def test_references_are_items_of_the_sessions_answers() -> None:
         messages({"id": ids[1]}, USER, {"id": ids[1]}, tree=tree)
 
 
-def test_an_answer_in_thousands_of_pieces() -> None:
+def test_thousands_of_items_of_an_answer_are_one_message() -> None:
     piece = "x" * 1500
     (message,) = messages(CALL, *[{"role": "assistant", "content": piece}] * 20_000)
     assert message == assistant(content=piece * 20_000, tool_calls=[CHAT_CALL])
 
 
-def test_what_comes_before_is_the_sessions() -> None:
+def test_messages_before_a_response_are_those_of_its_session() -> None:
     system = {"role": "system", "content": "old"}
     first = recorded(delta=[system, USER], instructed=1)
     second = recorded(f"resp_{'1' * 32}", ID, [{"role": "user", "content": "more"}], instructed=1)
@@ -191,7 +191,7 @@ def test_instructions_are_told_from_other_system_messages() -> None:
         assert messages_before(ID, tree) == [*messages, interaction.output_message]
 
 
-def test_instructions_that_say_nothing() -> None:
+def test_blank_instructions_are_no_message() -> None:
     system = {"role": "system", "content": " \n"}
     for delta, rest in (([system, USER], [USER]), ([USER], [USER])):
         interaction = recorded(delta=delta)
@@ -199,7 +199,7 @@ def test_instructions_that_say_nothing() -> None:
         assert parted(interaction, tree_of(interaction))[1] == rest
 
 
-def test_a_deleted_answer_is_not_there() -> None:
+def test_a_deleted_answer_is_not_found() -> None:
     interaction = recorded()
     assert answer_of(ID, tree_of(interaction)) is interaction
     interaction.request = deleted_record(interaction)
@@ -212,7 +212,7 @@ def test_a_deleted_answer_is_not_there() -> None:
         messages({"type": "item_reference", "id": f"msg_{HEX}_0"}, tree=tree)
 
 
-def test_what_an_answer_is_an_answer_to() -> None:
+def test_the_input_items_of_an_answer_can_be_sent_again() -> None:
     said = assistant(content="b", reasoning_content="r", tool_calls=[CHAT_CALL])
     told = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]}
     system = {"role": "system", "content": "s"}
@@ -226,7 +226,7 @@ def test_what_an_answer_is_an_answer_to() -> None:
     assert messages(*items) == [USER, said, told]
 
 
-def test_what_is_not_ours_brings_nothing_back() -> None:
+def test_encrypted_reasoning_of_others_is_read_as_nothing() -> None:
     for text in ("aa1.", "aa1.%%%", "aa1.gA==", "other", "", "aa1.é"):
         assert not decoded(text)
     assert decoded(encoded("né 🙂")) == "né 🙂"

@@ -8,11 +8,9 @@ import pytest
 from openai.types.responses import Tool as OpenAITool
 from pydantic import TypeAdapter
 
-from any_agent.completions.params.call import ParseSettings
-from any_agent.completions.responses.parse import ResponsesCall, parse_responses
+from any_agent.completions.responses.parse import ResponsesCall
 from any_agent.completions.responses.tools import flat_tools, names_of, own_call
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import GenerationHyperparameters, SessionMode
 from tests.support.completions.responses import parse
 from tests.support.errors import fails_with
 
@@ -32,14 +30,6 @@ PATCH = {
 def shown(call: ResponsesCall) -> list[str]:
     """The names that the model sees."""
     return [tool["function"]["name"] for tool in call.chat.tools or ()]
-
-
-def strictly(**fields: Any) -> ResponsesCall:
-    """Parse where unknown parameters are refused."""
-    settings = ParseSettings(
-        SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=9), "policy", unknown="refuse"
-    )
-    return parse_responses({"input": "hi", **fields}, settings)
 
 
 def test_strict_functions_are_named_as_not_enforced() -> None:
@@ -113,7 +103,7 @@ def test_what_only_openai_runs_is_left_out_and_named() -> None:
         assert call.chat.recorded[f"tools.{kind}"] == [tool, tool]
         assert parse(tools=[tool]).chat.tools is None
         with fails_with(UnsupportedParameter, param="tools"):
-            strictly(tools=[tool])
+            parse(refuses=True, tools=[tool])
     # A key of such a tool is not recorded.
     call = parse(tools=[{"type": "mcp", "authorization": "sk-1"}])
     assert call.chat.ignored == ("tools.mcp",) and not call.chat.recorded
@@ -123,7 +113,7 @@ def test_a_function_that_waits_to_be_searched_for_is_shown_at_once() -> None:
     call = parse(tools=[{**READ, "defer_loading": True}])
     assert shown(call) == ["read"] and call.chat.ignored == ("tools.defer_loading",)
     with pytest.raises(UnsupportedParameter):
-        strictly(tools=[{**READ, "defer_loading": True}])
+        parse(refuses=True, tools=[{**READ, "defer_loading": True}])
 
 
 def test_a_function_of_a_group_may_be_chosen() -> None:
@@ -228,7 +218,7 @@ def test_which_reasoning_the_model_sees_is_the_templates_choice() -> None:
     assert call.chat.ignored == ("reasoning.context",)
     assert not parse(reasoning={"context": "auto"}).chat.ignored
     for wrong in (
-        lambda: strictly(reasoning={"context": "all_turns"}),
+        lambda: parse(refuses=True, reasoning={"context": "all_turns"}),
         lambda: parse(reasoning={"context": "none"}),
     ):
         with pytest.raises(UnsupportedParameter):

@@ -14,16 +14,15 @@ from any_agent.errors import EngineUnavailable, InvalidRequest
 from tests.support.engine.embedded import (
     LIMIT,
     Gate,
-    fresh_logprobs,
+    error_of,
     prompt,
     request,
-    worst,
     wrapped,
 )
 from tests.support.errors import fails_with
 
 
-async def test_cancel_takes_one_step(loaded: LoadedModel) -> None:
+async def test_cancelling_a_request_takes_one_step(loaded: LoadedModel) -> None:
     gate = Gate()
     async with wrapped(loaded, gate.around) as engine:
         generation = engine.submit(request("a", prompt(5), max_new_tokens=100))
@@ -59,12 +58,13 @@ async def test_aborting_one_request_leaves_the_others_exact(engine: EmbeddedEngi
     for ask, generation in zip(asks, generations, strict=True):
         out = generation.request
         if out.output_ids:
-            reference = fresh_logprobs(engine.loaded.model, ask.input_ids, out.output_ids)
-            assert worst(out.logprobs, reference) < 1e-5
+            assert error_of(engine.loaded.model, ask.input_ids, out.output_ids, out.logprobs) < 1e-5
     assert await engine.clear_cache()
 
 
-async def test_pause_abort_gives_partials_and_queues_the_new(engine: EmbeddedEngine) -> None:
+async def test_a_pause_with_abort_gives_partial_answers_and_queues_new_ones(
+    engine: EmbeddedEngine,
+) -> None:
     running = [engine.submit(request(f"r{i}", prompt(5), max_new_tokens=2000)) for i in range(4)]
     queued = engine.submit(request("queued", prompt(5)))
     for generation in running:
@@ -167,8 +167,9 @@ async def test_logits_that_are_not_finite_end_only_their_request(loaded: LoadedM
         for ask, generation, result in zip(asks, generations, results, strict=True):
             if not isinstance(result, BaseException):
                 out = generation.request.output_ids
-                reference = fresh_logprobs(loaded.model, ask.input_ids, out)
-                assert worst(generation.request.logprobs, reference) < 1e-5
+                assert (
+                    error_of(loaded.model, ask.input_ids, out, generation.request.logprobs) < 1e-5
+                )
 
 
 BAD: dict[str, list[Any]] = {

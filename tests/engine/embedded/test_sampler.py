@@ -16,7 +16,7 @@ from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.sampler import BatchSampler
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters as Sampling
-from any_agent.types import ModelRequest, ModelResponse
+from any_agent.types import ModelResponse
 from tests.support.engine.embedded import prompt, request
 from tests.support.engine.process import EngineProcess
 from tests.support.errors import fails_with
@@ -94,32 +94,24 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
         assert ids[1::2] == alone[1::2]
 
 
-# -- the engine -------------------------------------------------------------------------------
-
-
-async def whole(engine: EmbeddedEngine, request: ModelRequest) -> tuple[list[int], list[float]]:
-    (chunk,) = [chunk async for chunk in engine.generate(request, stream=False)]
-    return chunk.output_ids, chunk.logprobs
-
-
 async def test_a_seed_repeats_whatever_else_runs(loaded: LoadedModel) -> None:
     options = EngineOptions(max_running_requests=8, seed=0)
     async with EmbeddedEngine(loaded, options) as engine:
         asked = [request(f"{k}", prompt(5 + 3 * k), seed=k, max_new_tokens=60) for k in range(6)]
-        alone = [(await whole(engine, r))[0] for r in asked]
+        alone = [(await agenerate(engine, r)).output_ids for r in asked]
         noise = [request(f"n{k}", prompt(9, k), max_new_tokens=40) for k in range(4)]
-        together = await asyncio.gather(*(whole(engine, r) for r in [*noise, *asked]))
-        assert [ids for ids, _ in together[4:]] == alone
+        together = await asyncio.gather(*(agenerate(engine, r) for r in [*noise, *asked]))
+        assert [each.output_ids for each in together[4:]] == alone
     assert len({tuple(ids) for ids in alone}) == 6
 
 
 async def test_a_resubmission_goes_on_as_if_nothing_had_been(engine: EmbeddedEngine) -> None:
-    full, logprobs = await whole(engine, request("a", prompt(8), seed=5, max_new_tokens=60))
+    full = await agenerate(engine, request("a", prompt(8), seed=5, max_new_tokens=60))
     for at in (1, 20, 59):
-        rest = request(f"b{at}", prompt(8) + full[:at], seed=5, max_new_tokens=60 - at)
-        ids, again = await whole(engine, rest)
-        assert ids == full[at:]
-        assert again == pytest.approx(logprobs[at:], abs=1e-5)
+        ids = prompt(8) + full.output_ids[:at]
+        rest = await agenerate(engine, request(f"b{at}", ids, seed=5, max_new_tokens=60 - at))
+        assert rest.output_ids == full.output_ids[at:]
+        assert rest.output_logprobs == pytest.approx(full.output_logprobs[at:], abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
@@ -127,7 +119,7 @@ async def test_seeds_beyond_64_bits_are_refused(engine: EmbeddedEngine, seed: in
     with fails_with(InvalidRequest, "seed"):
         engine.submit(request("x", prompt(4), seed=seed))
     limit = 2**63 - 1 if seed > 0 else -(2**63)
-    assert (await whole(engine, request("y", prompt(4), seed=limit)))[0]
+    assert (await agenerate(engine, request("y", prompt(4), seed=limit))).output_ids
 
 
 @pytest.mark.service

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from any_agent.chat.output.detokenizer import WindowDetokenizer
+from any_agent.engine.base import agenerate
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.generate_schema import AnswerWriter, parse_generate
 from any_agent.engine.embedded.model_loader import LoadedModel
@@ -17,7 +18,6 @@ from any_agent.engine.embedded.stops import (
     doubtful_end,
     first_stop,
 )
-from any_agent.types import ModelResponse
 from tests.support.engine.embedded import prompt, request
 
 
@@ -102,29 +102,16 @@ def test_bytes_that_never_make_a_character_do_not_hold_text_forever() -> None:
     assert decoder.push([ord("a")]).endswith("a")
 
 
-async def whole(engine: EmbeddedEngine, rid: str, **config: object) -> ModelResponse:
-    ask = request(rid, prompt(7), temperature=0, **({"max_new_tokens": 24} | config))
-    chunks = [c async for c in engine.generate(ask)]
-    assert chunks[-1].stop_reason is not None
-    return ModelResponse(
-        ask.input_ids,
-        [i for c in chunks for i in c.output_ids],
-        [p for c in chunks for p in c.logprobs],
-        [v for c in chunks for v in c.versions],
-        chunks[-1].stop_reason,
-        chunks[-1].matched_stop,
-    )
-
-
 @pytest.mark.parametrize("ignore", [False, True])
 async def test_the_end_of_text_token_ends_an_answer_unless_ignored(
     loaded: LoadedModel, ignore: bool
 ) -> None:
+    asked = request("r", prompt(7), temperature=0, max_new_tokens=24, ignore_eos=ignore)
     async with EmbeddedEngine(loaded) as engine:
-        free = await whole(engine, "free")
+        free = await agenerate(engine, replace(asked, gconfig=asked.gconfig.new(ignore_eos=True)))
     token = free.output_ids[4]
     async with EmbeddedEngine(replace(loaded, eos_ids=frozenset({token}))) as engine:
-        answer = await whole(engine, "eos", ignore_eos=ignore)
+        answer = await agenerate(engine, asked)
     if ignore:
         assert (answer.output_ids, answer.stop_reason) == (free.output_ids, "length")
     else:

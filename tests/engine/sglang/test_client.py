@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,13 @@ from tests.support.engine.sglang import (
     KINDS,
     PROMPT,
     all_of,
+    ask,
+    at_token,
     client_of,
+    held,
     joined,
     request,
+    update,
 )
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
@@ -78,17 +81,6 @@ async def test_a_stop_names_what_matched(
 # -- weight updates ----------------------------------------------------------------------------
 
 
-async def update_at(
-    client: SGLangEngine, scripted: ScriptedEngine, at: int, version: int, work: asyncio.Task[Any]
-) -> None:
-    """A weight update while a generation, held there, has ``at`` tokens."""
-    await until(lambda: work.done() or any(len(r.ids) == at for r in scripted.running.values()))
-    assert not work.done()
-    await client.pause()
-    scripted.weight_version = str(version)
-    await client.resume(version)
-
-
 @BOTH
 @KINDS
 @pytest.mark.parametrize("at", [0, 4])
@@ -98,11 +90,11 @@ async def test_an_update_is_survived_with_what_was_sampled(
     """And a second one."""
     scripted = ScriptedEngine(incremental=incremental)
     async with scripted.serve(), client_of(scripted) as client:
-        scripted.hold(at)
+        work = await held(client, scripted, at, stream=stream)
         scripted.hold(3)
-        work = asyncio.create_task(all_of(client, request(), stream=stream))
-        await update_at(client, scripted, at, 3, work)
-        await update_at(client, scripted, 3, 4, work)
+        await update(client, scripted, 3)
+        await at_token(scripted, 3, work)
+        await update(client, scripted, 4)
         chunks = await work
     ids, logprobs, versions = joined(chunks)
     assert ids == FORMULA[:10]
@@ -125,7 +117,7 @@ async def test_a_budget_spent_at_the_seam_ends_the_call(
 ) -> None:
     """The engine reports the abort before it noticed that the last token had come."""
     scripted.hold(3)
-    work = asyncio.create_task(all_of(client, request(max_new_tokens=4), stream=stream))
+    work = ask(client, request(max_new_tokens=4), stream=stream)
     await until(lambda: any(running.held for running in scripted.running.values()))
     (running,) = scripted.running.values()
     running.ids.append(77)
@@ -149,9 +141,8 @@ async def test_a_stop_string_across_an_update_is_found(
     stop = scripted.decode([31, 32, 33])
     scripted.say(tokens)
     scripted.say(tokens[2:])
-    scripted.hold(2)
-    work = asyncio.create_task(all_of(client, request(stop=(stop,)), stream=stream))
-    await update_at(client, scripted, 2, 1, work)
+    work = await held(client, scripted, 2, request(stop=(stop,)), stream=stream)
+    await update(client, scripted, 1)
     chunks = await work
     ids, _, versions = joined(chunks)
     assert ids == tokens[:4]
@@ -161,10 +152,11 @@ async def test_a_stop_string_across_an_update_is_found(
 
 async def test_in_place_updates_keep_the_request(scripted: ScriptedEngine) -> None:
     async with client_of(scripted, update_mode="in_place") as client:
-        held = scripted.hold(3)
-        work = asyncio.create_task(all_of(client, request(), stream=True))
-        await update_at(client, scripted, 3, 7, work)
-        held.set()
+        go_on = scripted.hold(3)
+        work = ask(client, request(), stream=True)
+        await at_token(scripted, 3, work)
+        await update(client, scripted, 7)
+        go_on.set()
         _, _, versions = joined(await work)
     assert versions == [0] * 3 + [7] * 7
     assert len(scripted.requests) == 1
@@ -176,12 +168,12 @@ async def test_what_sglang_tells_late_of_a_kept_call_is_sampled_again(
 ) -> None:
     """A chunk from before the pause, told in it: under the name that is no version's."""
     async with client_of(scripted, update_mode="in_place") as client:
-        held = scripted.hold(3)
-        work = asyncio.create_task(all_of(client, request(), stream=True))
-        await until(lambda: any(len(run.ids) == 3 for run in scripted.running.values()))
+        go_on = scripted.hold(3)
+        work = ask(client, request(), stream=True)
+        await at_token(scripted, 3, work)
         await client.hold()
         scripted.weight_version = "loading-7"
-        held.set()
+        go_on.set()
         await until(lambda: scripted.aborted)
         scripted.weight_version = "7"
         await client.resume(7)
@@ -199,7 +191,7 @@ async def test_calls_that_come_during_an_update_wait(
     async with client_of(scripted) as client:
         await client.pause()
         assert client.paused
-        work = asyncio.create_task(all_of(client, request(), stream=stream))
+        work = ask(client, request(), stream=stream)
         await client.info()
         assert scripted.requests == []
         scripted.weight_version = "2"
@@ -222,9 +214,7 @@ async def test_calls_that_come_during_an_update_wait(
 async def test_cancelling_tells_the_engine(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(2)
-    work = asyncio.create_task(all_of(client, request("gone"), stream=stream))
-    await until(lambda: any(len(r.ids) == 2 for r in scripted.running.values()))
+    work = await held(client, scripted, 2, request("gone"), stream=stream)
     work.cancel()
     await until(lambda: scripted.aborted == ["0-gone;"])
     await until(lambda: not scripted.running)
@@ -235,12 +225,9 @@ async def test_an_abort_ends_one_request_alone(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     """SGLang aborts every request whose id begins with the one that it is told."""
-    others = ["r1", "r-1", "r.1"]
     holds = [scripted.hold(2) for _ in range(4)]
-    works = [
-        asyncio.create_task(all_of(client, request(rid), stream=stream)) for rid in ("r", *others)
-    ]
-    await until(lambda: [len(r.ids) for r in scripted.running.values()] == [2] * 4)
+    works = [ask(client, request(rid), stream=stream) for rid in ("r", "r1", "r-1", "r.1")]
+    await at_token(scripted, 2, *works)
     works[0].cancel()
     await until(lambda: len(scripted.running) == 3)
     await until(lambda: scripted.aborted)
@@ -254,9 +241,7 @@ async def test_an_abort_ends_one_request_alone(
 async def test_an_abort_without_an_update_is_an_error(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(2)
-    work = asyncio.create_task(all_of(client, request(), stream=stream))
-    await until(lambda: any(len(r.ids) == 2 for r in scripted.running.values()))
+    work = await held(client, scripted, 2, stream=stream)
     for running in scripted.running.values():
         running.aborted.set()
     with fails_with(EngineUnavailable, "aborted"):

@@ -9,14 +9,18 @@ import pytest
 
 from any_agent.engine import SGLangEngine
 from any_agent.errors import EngineUnavailable
-from any_agent.types import GenerationChunk
+from any_agent.types import ModelRequest
 from tests.support.engine.sglang import (
     BOTH,
     FORMULA,
     KINDS,
     PROMPT,
+    Work,
     all_of,
+    ask,
+    at_token,
     client_of,
+    held,
     joined,
     request,
 )
@@ -24,21 +28,20 @@ from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import meanwhile, until
 
-Work = asyncio.Task[list[GenerationChunk]]
 
-
-async def at_token(scripted: ScriptedEngine, at: int, *works: asyncio.Task[Any]) -> None:
-    """Until every generation is held at a token."""
-    runs = scripted.running
-    await until(lambda: len(runs) == len(works) and all(len(r.ids) == at for r in runs.values()))
-    assert not any(work.done() for work in works)
-
-
-async def killed(client: SGLangEngine, scripted: ScriptedEngine, at: int, work: Work) -> None:
-    """The engine dies while a generation, held there, has ``at`` tokens."""
-    await at_token(scripted, at, work)
+async def killed(
+    client: SGLangEngine,
+    scripted: ScriptedEngine,
+    at: int,
+    asked: ModelRequest | None = None,
+    *,
+    stream: bool,
+) -> Work:
+    """A call whose engine died when it had so many tokens."""
+    work = await held(client, scripted, at, asked, stream=stream)
     await scripted.die()
     await until(lambda: client.away)
+    return work
 
 
 @BOTH
@@ -49,9 +52,7 @@ async def test_a_death_is_survived_with_what_was_received(
 ) -> None:
     scripted = ScriptedEngine(incremental=incremental)
     async with scripted.serve(), client_of(scripted) as client:
-        scripted.hold(at)
-        work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
-        await killed(client, scripted, at, work)
+        work = await killed(client, scripted, at, stream=stream)
         assert not work.done()
         await scripted.revive("3")
         chunks = await work
@@ -76,10 +77,8 @@ async def test_a_death_is_survived_with_what_was_received(
 async def test_calls_wait_while_the_engine_is_away(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(1)
-    works = [asyncio.create_task(all_of(client, request("a"), stream=stream))]
-    await killed(client, scripted, 1, works[0])
-    works += [asyncio.create_task(all_of(client, request(r), stream=stream)) for r in "bcd"]
+    works = [await killed(client, scripted, 1, request("a"), stream=stream)]
+    works += [ask(client, request(r), stream=stream) for r in "bcd"]
     await asyncio.sleep(0)
     assert len(scripted.requests) == 1
     await scripted.revive()
@@ -95,7 +94,7 @@ async def test_many_calls_survive_many_deaths_exactly(
     for at in (1, 1, 1):
         for _ in range(8):
             scripted.hold(at)
-    works = [asyncio.create_task(all_of(client, request(str(k)), stream=True)) for k in range(8)]
+    works = [ask(client, request(str(k)), stream=True) for k in range(8)]
     for version in range(1, 4):
         await at_token(scripted, 1, *works)
         await scripted.die()
@@ -113,9 +112,7 @@ async def test_an_engine_that_never_comes_back_fails_its_calls_as_unavailable(
     scripted: ScriptedEngine, stream: bool
 ) -> None:
     async with client_of(scripted, update_wait=0.2) as client:
-        scripted.hold(2)
-        work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
-        await killed(client, scripted, 2, work)
+        work = await killed(client, scripted, 2, stream=stream)
         for call in (work, all_of(client, request("new"), stream=stream)):
             with fails_with(EngineUnavailable, "restart") as raised:
                 await asyncio.wait_for(call, 60)
@@ -141,9 +138,7 @@ async def test_a_dead_engine_is_noticed_without_a_call(
 async def test_cancelled_calls_stop_waiting(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(2)
-    work: Work = asyncio.create_task(all_of(client, request("gone"), stream=stream))
-    await killed(client, scripted, 2, work)
+    work = await killed(client, scripted, 2, request("gone"), stream=stream)
     work.cancel()
     await asyncio.wait([work], timeout=60)
     assert work.cancelled()
@@ -181,19 +176,6 @@ async def test_a_stream_that_breaks_off_is_gone_on_with(
     assert [body["input_ids"] for body in scripted.requests] == expected
 
 
-async def test_a_stop_string_across_a_death_is_found(
-    client: SGLangEngine, scripted: ScriptedEngine
-) -> None:
-    tokens = [30, 31, 32, 33, 34, 35]
-    stop = scripted.decode([31, 32, 33])
-    scripted.say(tokens)
-    scripted.say(tokens[2:])
-    scripted.fail("die", after=2)
-    chunks = await all_of(client, request(stop=(stop,)), stream=True)
-    assert joined(chunks)[0] == tokens[:4]
-    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", stop)
-
-
 # -- engines that answer, but cannot ----------------------------------------------------------
 
 
@@ -203,7 +185,7 @@ async def test_a_call_waits_for_a_server_whose_loop_is_dead(
 ) -> None:
     scripted.ill = True
     scripted.fail("status", status=500)
-    work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
+    work = ask(client, request(), stream=stream)
     await until(lambda: client.away)
     scripted.ill = False
     assert joined(await work)[0] == FORMULA[:10]
@@ -217,9 +199,7 @@ async def test_a_call_waits_for_a_server_whose_loop_is_dead(
 async def test_a_call_waits_for_an_update_after_its_engine_is_back(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(2)
-    work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
-    await killed(client, scripted, 2, work)
+    work = await killed(client, scripted, 2, stream=stream)
     for control in (client.pause(), client.resume(1), client.info()):
         with pytest.raises(EngineUnavailable):
             await asyncio.wait_for(control, 60)
@@ -239,13 +219,11 @@ async def test_a_call_waits_for_an_update_after_its_engine_is_back(
 async def test_a_call_survives_a_death_in_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(2)
-    work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
-    await at_token(scripted, 2, work)
+    work = await held(client, scripted, 2, stream=stream)
     await client.pause()
     await until(lambda: not scripted.running)
     await scripted.die()
-    late: Work = asyncio.create_task(all_of(client, request("late"), stream=stream))
+    late = ask(client, request("late"), stream=stream)
     with pytest.raises(EngineUnavailable):
         await asyncio.wait_for(client.resume(1), 60)
     assert client.paused
@@ -272,9 +250,7 @@ async def test_a_call_goes_on_after_its_connection_broke_in_a_pause(
 ) -> None:
     """A paused SGLang does not call itself healthy, and is none the less there."""
     async with client_of(scripted, update_mode="in_place") as client:
-        scripted.hold(2)
-        work: Work = asyncio.create_task(all_of(client, request(), stream=True))
-        await at_token(scripted, 2, work)
+        work = await held(client, scripted, 2)
         await client.pause()
         scripted.ill = True
         scripted.cut()

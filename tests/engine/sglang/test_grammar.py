@@ -16,9 +16,12 @@ from tests.support.engine.sglang import (
     FORMULA,
     PROMPT,
     all_of,
+    ask,
     client_of,
+    held,
     joined,
     request,
+    update,
 )
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
@@ -27,22 +30,17 @@ from tests.support.waiting import until
 GRAMMAR = '{"regex": ".*"}'
 
 
-def at(scripted: ScriptedEngine, *tokens: int) -> bool:
-    return sorted(len(run.ids) for run in scripted.running.values()) == sorted(tokens)
-
-
 @BOTH
 async def test_an_update_waits_for_calls_under_a_grammar(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
     bound, free = scripted.hold(3), scripted.hold(2)
-    works = [
-        asyncio.create_task(all_of(client, ask, stream=stream))
-        for ask in (request("bound", grammar=GRAMMAR), request("free"))
-    ]
-    await until(lambda: at(scripted, 3, 2))
+    asked = (request("bound", grammar=GRAMMAR), request("free"))
+    works = [ask(client, one, stream=stream) for one in asked]
+    runs = scripted.running
+    await until(lambda: sorted(len(run.ids) for run in runs.values()) == [2, 3])
     pause = asyncio.create_task(client.pause())
-    late = asyncio.create_task(all_of(client, request("late"), stream=stream))
+    late = ask(client, request("late"), stream=stream)
     free.set()
     # The others sample on, and may end, while it waits; new ones do not begin.
     ids, _, versions = joined(await works[1])
@@ -66,18 +64,14 @@ async def test_a_call_under_a_grammar_that_outlasts_the_wait_fails_by_name(
 ) -> None:
     """One without a token begins again."""
     async with client_of(scripted, update_wait=0.1) as client:
-        scripted.hold(3)
-        work = asyncio.create_task(all_of(client, request(grammar=GRAMMAR), stream=stream))
-        await until(lambda: at(scripted, 3))
+        work = await held(client, scripted, 3, request(grammar=GRAMMAR), stream=stream)
         await client.pause()
         with fails_with(EngineUnavailable, "grammar", "update") as raised:
             await work
         assert raised.value.retry_after
         assert len(scripted.requests) == 1
         await client.resume(1)
-        scripted.hold(0)
-        work = asyncio.create_task(all_of(client, request(grammar=GRAMMAR), stream=stream))
-        await until(lambda: at(scripted, 0))
+        work = await held(client, scripted, 0, request(grammar=GRAMMAR), stream=stream)
         await client.pause()
         await client.resume(2)
         assert joined(await work)[0] == FORMULA[:10]
@@ -91,18 +85,15 @@ async def test_a_call_under_a_grammar_that_outlasts_the_wait_fails_by_name(
 async def test_packed_ids_and_likeliest_tokens_survive_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
-    scripted.hold(4)
-    ask = replace(request(), input_ids=id_array(PROMPT), top_logprobs=2)
-    work = asyncio.create_task(all_of(client, ask, stream=stream))
-    await until(lambda: at(scripted, 4))
-    await client.pause()
-    await client.resume(1)
+    asked = replace(request(), input_ids=id_array(PROMPT), top_logprobs=2)
+    work = await held(client, scripted, 4, asked, stream=stream)
+    await update(client, scripted, 1)
     chunks = await work
     assert joined(chunks)[0] == FORMULA[:10]
     assert [body["input_ids"] for body in scripted.requests] == [PROMPT, PROMPT + FORMULA[:4]]
     tops = [top for chunk in chunks for top in chunk.top_logprobs or []]
     assert [top[0][0] for top in tops] == FORMULA[:10]
-    assert isinstance(ask.input_ids, np.ndarray) and len(ask.input_ids) == len(PROMPT)
+    assert isinstance(asked.input_ids, np.ndarray) and len(asked.input_ids) == len(PROMPT)
 
 
 @BOTH

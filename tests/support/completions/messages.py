@@ -18,17 +18,20 @@ from tests.support.laws.apis.given import events_of
 from tests.support.records import make_interaction
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
-EVAL = SessionMode.EVAL
 HELLO = [{"role": "user", "content": "hi"}]
 SWITCH = frozenset({"enable_thinking"})
 
 
-def parse(mode: str = "eval", *, known: frozenset[str] = SWITCH, **fields: Any) -> MessagesCall:
-    """The least that can be asked, and these."""
-    body = {"messages": HELLO, "max_tokens": 50, **fields}
-    return parse_messages(
-        body, ParseSettings(SessionMode(mode), RUN, "policy", known_settings=known)
+def parse(*, known: frozenset[str] = SWITCH, refuses: bool = False, **fields: Any) -> MessagesCall:
+    """The least that can be asked, and these; ``refuses``: unknown parameters are not recorded."""
+    settings = ParseSettings(
+        SessionMode.EVAL,
+        RUN,
+        "policy",
+        known_settings=known,
+        unknown="refuse" if refuses else "record",
     )
+    return parse_messages({"messages": HELLO, "max_tokens": 50, **fields}, settings)
 
 
 def answer_of(**fields: Any) -> MessagesEncoder:

@@ -10,7 +10,6 @@ from pydantic import TypeAdapter
 
 from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.responses.parse import ResponsesCall, parse_responses
-from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
@@ -19,14 +18,12 @@ _ANSWERS = TypeAdapter(Response)
 
 
 def parse(
-    input: Any = "hi", *, mode: str = "train", tree: InteractionTree | None = None, **fields: Any
+    input: Any = "hi", *, mode: str = "train", refuses: bool = False, **fields: Any
 ) -> ResponsesCall:
-    return parse_responses(
-        {"input": input, **fields},
-        ParseSettings(SessionMode(mode), RUN, "policy"),
-        tree,
-        context_length=1000,
-    )
+    """``refuses``: unknown parameters are not recorded."""
+    unknown: Any = "refuse" if refuses else "record"
+    settings = ParseSettings(SessionMode(mode), RUN, "policy", unknown=unknown)
+    return parse_responses({"input": input, **fields}, settings, context_length=1000)
 
 
 def valid_response(body: bytes | dict[str, Any]) -> Response:

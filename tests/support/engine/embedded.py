@@ -42,6 +42,17 @@ def worst(ours: Sequence[float], reference: torch.Tensor) -> float:
     return (torch.tensor(ours) - reference).abs().max().item()
 
 
+def error_of(
+    model: Any,
+    prompt_ids: Sequence[int],
+    output: Sequence[int],
+    logprobs: Sequence[float],
+    temperature: float = 1.0,
+) -> float:
+    """How far log-probabilities are off from those of a fresh pass, at most."""
+    return worst(logprobs, fresh_logprobs(model, prompt_ids, output, temperature))
+
+
 class WrappedModel:
     """A model whose forward passes go through ``around``; everything else is the model's."""
 

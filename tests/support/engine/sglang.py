@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from any_agent.engine import SGLangEngine
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
 
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 KINDS = pytest.mark.parametrize("incremental", [False, True], ids=["cumulative", "incremental"])
 PROMPT = [5, 6, 7]
 FORMULA = [20 + (7 * (len(PROMPT) + k)) % 60 for k in range(100)]
 """What the scripted engine says to `PROMPT`."""
+
+
+Work: TypeAlias = asyncio.Task[list[GenerationChunk]]
 
 
 @asynccontextmanager
@@ -45,3 +50,36 @@ def joined(chunks: list[GenerationChunk]) -> tuple[list[int], list[float], list[
         [p for c in chunks for p in c.logprobs],
         [v for c in chunks for v in c.versions],
     )
+
+
+def ask(client: SGLangEngine, asked: ModelRequest, *, stream: bool) -> Work:
+    return asyncio.create_task(all_of(client, asked, stream=stream))
+
+
+async def at_token(scripted: ScriptedEngine, at: int, *works: Work) -> None:
+    """Until the engine holds every generation at a token."""
+    runs = scripted.running
+    await until(lambda: len(runs) == len(works) and all(len(r.ids) == at for r in runs.values()))
+    assert not any(work.done() for work in works)
+
+
+async def held(
+    client: SGLangEngine,
+    scripted: ScriptedEngine,
+    at: int,
+    asked: ModelRequest | None = None,
+    *,
+    stream: bool = True,
+) -> Work:
+    """A call that the engine holds at a token until it is told otherwise."""
+    scripted.hold(at)
+    work = ask(client, asked or request(), stream=stream)
+    await at_token(scripted, at, work)
+    return work
+
+
+async def update(client: SGLangEngine, scripted: ScriptedEngine, version: int) -> None:
+    """New weights come to the engine, as the client is told."""
+    await client.pause()
+    scripted.weight_version = str(version)
+    await client.resume(version)

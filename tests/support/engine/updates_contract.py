@@ -17,7 +17,7 @@ import torch
 from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import ConfigError
-from tests.support.engine.sglang_contract import IDS, body, call, events
+from tests.support.engine.sglang_contract import IDS, body, call
 from tests.support.errors import fails_with
 from tests.support.true_logprobs import TrueModel
 
@@ -63,19 +63,6 @@ class UpdatesContract:
             )
             assert off <= self.rounding
 
-    async def test_an_update_by_disk_answers_at_once_with_the_new_weights(
-        self, url: str, models: list[Path]
-    ) -> None:
-        """The new weights' log-probabilities, also behind a prompt that the old ones cached."""
-        ask = body(max_new_tokens=20) | {"input_ids": PREFIX, "cache_salt": "same"}
-        for version, model in ((1, models[1]), (2, models[0])):
-            await call(url, "/generate", ask)
-            await load(url, model, version)
-            _, answer = await call(url, "/generate", ask)
-            meta = answer["meta_info"]
-            assert meta["weight_version"] == str(version)
-            assert furthest(TrueModel(model), PREFIX, meta, slice(None), 1.0) <= self.rounding
-
     async def test_a_cached_prefix_is_not_shared_between_salts(
         self, url: str, models: list[Path]
     ) -> None:
@@ -87,33 +74,6 @@ class UpdatesContract:
         meta = answer["meta_info"]
         assert meta["cached_tokens"] == 0
         assert furthest(TrueModel(models[1]), PREFIX, meta, slice(None), 1.0) <= self.rounding
-
-    async def test_spans_tell_which_weights_sampled_a_token(
-        self, url: str, models: list[Path]
-    ) -> None:
-        """In place the cache stays, so what comes after is of both; what came before is exact."""
-        stream = events(url, body(max_new_tokens=500))
-        entries: list[Any] = []
-        paused = False
-        async for event in stream:
-            meta = event["meta_info"]
-            fresh = meta["completion_tokens"] - len(entries)
-            entries += meta["output_token_logprobs"][-fresh:] if fresh else []
-            if not paused:
-                paused = True
-                await call(url, "/pause_generation", {"mode": "in_place"})
-                try:
-                    await load(url, models[1], 1, flush=False)
-                finally:
-                    await call(url, "/continue_generation", {})
-        before, after = meta["weight_versions"]
-        cut = before["end"]
-        assert (before["start"], after["start"], after["end"]) == (0, cut, 500)
-        assert (before["version"], after["version"]) == ("0", "1")
-        whole = {"output_token_logprobs": entries}
-        assert furthest(TrueModel(models[0]), IDS, whole, slice(0, cut), 1.0) <= self.rounding
-        # With the old weights' cache the new ones say something between the two.
-        assert furthest(TrueModel(models[0]), IDS, whole, slice(cut, 500), 1.0) > self.rounding
 
     async def test_an_engine_with_another_model_is_refused(
         self, url: str, models: list[Path]

@@ -1,30 +1,34 @@
-"""One random session, in process: agents, branches, compaction, and what the laws say of it."""
+"""One random session, in process: agents, branches, compaction, and what the laws say of it.
+
+What a stream comes to, read by each API's own SDK, is what the whole answer of the same ids says.
+"""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions.call_types import Completion, Delta, Prepared
+import orjson
+
+from any_agent.completions.call_types import Completion, Head
 from any_agent.completions.completer import Completer
-from any_agent.completions.params.call import ParseSettings
-from any_agent.completions.params.parse import parse_chat
 from any_agent.record import InteractionTree
-from any_agent.types import Continuation, GenerationHyperparameters, Message, SessionMode
+from any_agent.types import Continuation, Message
 from tests.support.families import Family
+from tests.support.laws.apis import RESPONSES, Api, Asked, Given
+from tests.support.laws.apis.responses import last_response
 from tests.support.laws.checks import (
     check_continuation,
     check_conversation,
     check_message,
     check_parsing,
-    merged,
 )
 from tests.support.laws.clients import Client, meddle
 from tests.support.laws.outputs import random_output, words
-from tests.support.laws.voices import Voice
+from tests.support.laws.spoken import checked, require_same
+from tests.support.laws.voices import Voice, sampled
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -64,7 +68,6 @@ class Tally:
     """Calls that go on from a recorded answer."""
     exact: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
 
     @property
     def share(self) -> float:
@@ -72,19 +75,31 @@ class Tally:
 
 
 class Session:
-    """One session's agents over one interaction tree."""
+    """One session's agents over one interaction tree, who choose an API for each call."""
 
     def __init__(
-        self, fam: Family, client: Client, seed: str, tally: Tally, *, meddles: bool = False
+        self,
+        fam: Family,
+        apis: tuple[Api, ...],
+        client: Client,
+        seed: str,
+        tally: Tally,
+        *,
+        names: bool = False,
+        meddles: bool = False,
     ) -> None:
-        """``meddles``: every other call that goes on says something else about the past."""
+        """``names``: a call of Responses names the answer before it, where it can. ``meddles``:
+        every other call that goes on says something else about the past."""
         self.fam = fam
         self.rng = random.Random(seed)
         self.tree = InteractionTree()
         self.voice = Voice(fam.chat.decode, self.rng)
         self.completer = Completer(self.voice, fam.chat, context_length=4096)
+        self._apis = apis
+        self._api = apis[0]
         self._client = client
         self._tally = tally
+        self._names = names
         self._meddles = meddles
         self._threads: list[Thread] = []
 
@@ -149,7 +164,6 @@ class Session:
         done, answer = await self._complete(thread, stop, stream=stream)
         node = done.interaction
         self._tally.calls += 1
-        self._tally.kinds[output.kind] += 1
         where = f"{self.fam.name}: {output}"
         assert self.voice.seen[node.id] == self.tree.prompt_ids(node.id).tolist(), where
         assert self.voice.said[node.id] == node.output_ids.tolist(), where
@@ -173,33 +187,62 @@ class Session:
             tally.reasons[node.branch_reason or "found no parent"] += 1
 
     def _sent(self, thread: Thread) -> list[Message]:
-        """Return the messages that the last request of the thread has sent."""
-        return thread.messages
+        """Return the thread's messages without the reasoning that the API's body has no place for:
+        that of answers which another API gave, or which were changed."""
+        if self._api.name == "chat":
+            return thread.messages
+        return [
+            m
+            if isinstance(m, Given) and m.api == self._api.name
+            else {k: v for k, v in m.items() if k != "reasoning_content"}
+            for m in thread.messages
+        ]
 
     async def _complete(
         self, thread: Thread, stop: list[str], *, stream: bool
     ) -> tuple[Completion, Message]:
         """The call's end, and its answer as the client sends it back."""
-        body = {"messages": thread.messages, "tools": thread.tools, "stop": stop}
-        call = parse_chat(
-            body,
-            ParseSettings(SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=512), "m"),
+        rng = self.rng
+        self._api = api = rng.choice(self._apis)
+        if stop and api is RESPONSES:
+            stop.clear()
+        named = api is RESPONSES and self._names and last_response(thread.messages) is not None
+        asked = Asked(
+            thread.messages,
+            thread.tools,
+            stream=stream,
+            stop=tuple(stop),
+            previous=named and rng.random() < 0.8,
         )
-        done, deltas = await self._sampled(self.completer.prepare(call, self.tree), stream=stream)
-        message = done.interaction.output_message
+        body = orjson.loads(orjson.dumps(api.body(asked)))
+        call = checked(api, body, self.fam.chat, self.tree)
+        prepared = self.completer.prepare(call.call, self.tree)
+        done, deltas = await sampled(self.completer, prepared, self.tree, stream=stream)
+        node = done.interaction
+        head = Head.of(prepared)
+        (whole,) = api.whole(call.answer(head, self.voice.version).whole([node]))
         if stream:
-            assert merged(delta.message for delta in deltas) == _comparable(message)
-        return done, self._client(json.loads(json.dumps(message)), self.rng)
-
-    async def _sampled(self, prepared: Prepared, *, stream: bool) -> tuple[Completion, list[Delta]]:
-        deltas: list[Delta] = []
-        async for item in self.completer.run(prepared, session_id="s", stream=stream):
-            if isinstance(item, Completion):
-                self.tree.add(item.interaction, item.key)
-                return item, deltas
-            deltas.append(item)
-        raise AssertionError("a call ends with its completion")
+            shape = call.answer(head, self.voice.version)
+            events = [shape.start(0), *map(shape.delta, deltas), shape.end(0, node)]
+            (given,) = api.streamed(b"".join([*events, shape.last([node])]))
+            require_same(given, whole)
+        assert whole.interaction == node.id
+        return done, self._client(_dropped(whole, rng), rng)
 
 
-def _comparable(message: Message) -> Message:
-    return {k: v for k, v in message.items() if v is not None and k != "role" and v != ""}
+def _dropped(given: Given, rng: random.Random) -> Given:
+    """Without its reasoning, now and then, as many agents send an answer of a newer API back."""
+    thoughts = ("reasoning", "thinking")
+    newer = given.api != "chat"
+    kept = [part for part in given.raw if part["type"] not in thoughts] if newer else []
+    if not kept or rng.random() < 0.7:
+        return given
+    message = {k: v for k, v in given.items() if k != "reasoning_content"}
+    return Given(
+        message,
+        api=given.api,
+        interaction=given.interaction,
+        finish=given.finish,
+        raw=kept,
+        whole=given.whole,
+    )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from any_agent.completions.call_types import Completion, Delta, Prepared
+from any_agent.completions.completer import Completer
 from any_agent.engine import Capabilities
+from any_agent.record import InteractionTree
 from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
 
@@ -64,3 +67,16 @@ class Voice:
 
     async def resume(self, version: int) -> None:
         self.version = version
+
+
+async def sampled(
+    completer: Completer, prepared: Prepared, tree: InteractionTree, *, stream: bool
+) -> tuple[Completion, list[Delta]]:
+    """A call's end, which the tree has then, and what came before it."""
+    deltas: list[Delta] = []
+    async for item in completer.run(prepared, session_id="s", stream=stream):
+        if isinstance(item, Completion):
+            tree.add(item.interaction, item.key)
+            return item, deltas
+        deltas.append(item)
+    raise AssertionError("a call ends with its completion")

@@ -7,7 +7,7 @@ was answered by one in the other's shapes, as frameworks do; one that stays send
 from __future__ import annotations
 
 from tests.support.laws.apis.chat import Chat
-from tests.support.laws.apis.given import Api, Asked, Given
+from tests.support.laws.apis.given import Api, Asked, Given, results_of
 from tests.support.laws.apis.messages import Messages
 from tests.support.laws.apis.responses import Responses
 
@@ -15,4 +15,4 @@ CHAT, RESPONSES, MESSAGES = Chat(), Responses(), Messages()
 APIS: tuple[Api, ...] = (CHAT, RESPONSES, MESSAGES)
 NEW: tuple[Api, ...] = (RESPONSES, MESSAGES)
 
-__all__ = ["APIS", "CHAT", "MESSAGES", "NEW", "RESPONSES", "Api", "Asked", "Given"]
+__all__ = ["APIS", "CHAT", "MESSAGES", "NEW", "RESPONSES", "Api", "Asked", "Given", "results_of"]

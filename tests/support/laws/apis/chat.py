@@ -65,7 +65,7 @@ def _given(
     id: str, index: int | None, finish: str, message: Message, whole: dict[str, Any]
 ) -> Given:
     name = id if index is None else f"{id}.{index}"
-    return Given.by("chat", message, interaction=name, finish=finish, raw=message, whole=whole)
+    return Given(message, api="chat", interaction=name, finish=finish, raw=message, whole=whole)
 
 
 def _add(message: Message, delta: dict[str, Any]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import orjson
+from pydantic import TypeAdapter
 
 from any_agent.types import Message, Tool
 
@@ -14,30 +16,21 @@ from any_agent.types import Message, Tool
 class Given(dict[str, Any]):
     """An answer as a chat message, and as what it was given."""
 
-    api: str
-    interaction: str
-    finish: str
-    """As chat completions call it."""
-    raw: Any
-    """What an agent of this API sends back."""
-    whole: dict[str, Any]
-    """The object that the answer is, or came to."""
-
-    @classmethod
-    def by(
-        cls,
-        api: str,
+    def __init__(
+        self,
         message: Message,
         *,
+        api: str,
         interaction: str,
         finish: str,
         raw: Any,
         whole: dict[str, Any],
-    ) -> Given:
-        out = cls(message)
-        out.api, out.interaction, out.finish = api, interaction, finish
-        out.raw, out.whole = raw, whole
-        return out
+    ) -> None:
+        """``finish``: as chat completions call it. ``raw``: what an agent of this API sends back.
+        ``whole``: the object that the answer is, or came to."""
+        super().__init__(message)
+        self.api, self.interaction, self.finish = api, interaction, finish
+        self.raw, self.whole = raw, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +98,17 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
+
+
+@cache
+def model_of(kind: Any) -> TypeAdapter[Any]:
+    """What reads a type of an SDK; made when it is first needed, for it takes long."""
+    return TypeAdapter(kind)
+
+
+def results_of(answer: Message, text: str = "3") -> list[Message]:
+    """What the tools that an answer calls say."""
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call in answer.get("tool_calls") or []
+    ]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import orjson
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message as AnthropicMessage
 from anthropic.types import RawMessageStreamEvent
-from pydantic import TypeAdapter
 
 from any_agent.types import Message
-from tests.support.laws.apis.given import Asked, Given, events_of, leading_system, text_of
+from tests.support.laws.apis.given import (
+    Asked,
+    Given,
+    events_of,
+    leading_system,
+    model_of,
+    text_of,
+)
 
 _FINISH = {
     "end_turn": "stop",
@@ -51,7 +56,7 @@ class Messages:
 
     def whole(self, data: bytes) -> list[Given]:
         body = orjson.loads(data)
-        _message().validate_python(body, strict=True)
+        model_of(AnthropicMessage).validate_python(body, strict=True)
         return [given(body)]
 
     def streamed(self, data: bytes) -> list[Given]:
@@ -155,9 +160,9 @@ def given(body: dict[str, Any]) -> Given:
     if calls:
         message["tool_calls"] = calls
     assert (body["stop_reason"] == "stop_sequence") == (body["stop_sequence"] is not None)
-    return Given.by(
-        "messages",
+    return Given(
         message,
+        api="messages",
         interaction=body["id"],
         finish=_FINISH[body["stop_reason"]],
         raw=body["content"],
@@ -175,7 +180,7 @@ def accumulated(events: Sequence[tuple[str | None, Any]]) -> dict[str, Any]:
         assert data["type"] == name, (name, data)
         if name == "ping":
             continue
-        event = _event().validate_python(data)
+        event = model_of(RawMessageStreamEvent).validate_python(data)
         snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
         if name == "content_block_start":
             assert open_at is None and data["index"] == blocks, data
@@ -190,20 +195,5 @@ def accumulated(events: Sequence[tuple[str | None, Any]]) -> dict[str, Any]:
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"], names
     assert open_at is None
     assert names.count("message_delta") == names.count("message_stop") == 1
-    return said_by(snapshot)
-
-
-def said_by(message: Any) -> dict[str, Any]:
-    """A message of the SDK as JSON, without what only the SDK puts there."""
-    out: dict[str, Any] = message.to_dict()
-    return out
-
-
-@cache
-def _event() -> TypeAdapter[Any]:
-    return TypeAdapter(RawMessageStreamEvent)
-
-
-@cache
-def _message() -> TypeAdapter[Any]:
-    return TypeAdapter(AnthropicMessage)
+    whole: dict[str, Any] = snapshot.to_dict()
+    return whole

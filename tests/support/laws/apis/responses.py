@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import orjson
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from any_agent.types import Message
 from tests.support.laws.apis.chat import openai_problem
-from tests.support.laws.apis.given import Asked, Given, events_of, leading_system, text_of
+from tests.support.laws.apis.given import (
+    Asked,
+    Given,
+    events_of,
+    leading_system,
+    model_of,
+    text_of,
+)
 
 _ENDS = ("response.completed", "response.incomplete")
 _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
@@ -44,7 +49,7 @@ class Responses:
 
     def whole(self, data: bytes) -> list[Given]:
         body = orjson.loads(data)
-        _response().validate_python(body, strict=True)
+        model_of(Response).validate_python(body, strict=True)
         return [given(body)]
 
     def streamed(self, data: bytes) -> list[Given]:
@@ -106,9 +111,9 @@ def given(body: dict[str, Any]) -> Given:
     else:
         assert body["status"] == "completed" and body["incomplete_details"] is None
         finish = "tool_calls" if calls else "stop"
-    return Given.by(
-        "responses",
+    return Given(
         message,
+        api="responses",
         interaction=body["id"],
         finish=finish,
         raw=body["output"],
@@ -123,7 +128,7 @@ def accumulated(events: Sequence[tuple[str | None, Any]]) -> dict[str, Any]:
     for number, (name, data) in enumerate(events):
         assert data["type"] == name, (name, data)
         assert data["sequence_number"] == number
-        event = _event().validate_python(data)
+        event = model_of(ResponseStreamEvent).validate_python(data)
         state.handle_event(event)
         pieces.see(data)
     assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]
@@ -137,7 +142,9 @@ def accumulated(events: Sequence[tuple[str | None, Any]]) -> dict[str, Any]:
     pieces.require(body["output"])
     # What the SDK put together from the deltas alone.
     snapshot = state._ResponseStreamState__current_snapshot
-    assert _sdk_texts(snapshot.output) == _sdk_texts(_response().validate_python(body).output)
+    assert _sdk_texts(snapshot.output) == _sdk_texts(
+        model_of(Response).validate_python(body).output
+    )
     return body
 
 
@@ -215,13 +222,3 @@ def _sdk_texts(output: Any) -> list[Any]:
         else None
         for item in output
     ]
-
-
-@cache
-def _event() -> TypeAdapter[Any]:
-    return TypeAdapter(ResponseStreamEvent)
-
-
-@cache
-def _response() -> TypeAdapter[Any]:
-    return TypeAdapter(Response)
