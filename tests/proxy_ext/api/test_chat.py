@@ -50,8 +50,7 @@ async def test_a_whole_chat_answer_has_its_text_usage_and_reason(
 
 
 async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start) -> None:
-    proxy = await start("sampling.max_new_tokens=20")
-    await proxy.admit(10)
+    proxy = await start("sampling.max_new_tokens=20", admit=10)
     for mode, stream in (("train", False), ("eval", True)):
         session = await proxy.open(mode=mode)
         response = await proxy.call(session["api_key"], max_tokens=30, stream=stream)

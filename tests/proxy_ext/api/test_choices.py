@@ -175,8 +175,7 @@ async def test_what_was_recorded_of_a_failed_call_was_received_only_if_its_end_w
 
 
 async def test_no_two_choices_have_the_same_seed(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("rollout.deterministic=true")
-    await proxy.admit(10)
+    proxy = await start("rollout.deterministic=true", admit=10)
     session = await proxy.open(task_id="t", group_id="g")
     for _ in range(2):
         await proxy.complete(session["api_key"], n=3)
@@ -190,8 +189,7 @@ async def test_no_two_choices_have_the_same_seed(start: Start, engine: ScriptedE
 
 
 async def test_each_choice_takes_a_place(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("server.max_inflight_calls=4")
-    await proxy.admit(10)
+    proxy = await start("server.max_inflight_calls=4", admit=10)
     key = (await proxy.open())["api_key"]
     refusal(await proxy.call(key, n=5), 400, "invalid_request", "at once")
     holds = [engine.hold(1) for _ in range(3)]

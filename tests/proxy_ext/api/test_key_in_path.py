@@ -63,8 +63,7 @@ async def test_a_lanes_key_goes_with_its_earlier_session(proxy: Proxy) -> None:
 
 
 async def test_base_urls_may_end_in_v1_once(start: Start) -> None:
-    proxy = await start("server.admin_key=operator-secret")
-    await proxy.admit(10)
+    proxy = await start("server.admin_key=operator-secret", admit=10)
     session = await proxy.open()
     for base in ("", f"/{session['api_key']}"):
         headers = {"authorization": f"Bearer {session['api_key']}"}

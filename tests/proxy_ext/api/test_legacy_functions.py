@@ -103,8 +103,7 @@ async def test_metrics_tell_a_bounded_number_of_unknown_parameters_apart(proxy: 
 
 
 async def test_unknown_parameters_may_be_refused(start: Start) -> None:
-    proxy = await start("server.unknown_parameters=refuse")
-    await proxy.admit(4)
+    proxy = await start("server.unknown_parameters=refuse", admit=4)
     session = await proxy.open()
     for path, body in BODIES.items():
         response = await proxy.post(path, {**body, "beam_width": 7}, session["api_key"])

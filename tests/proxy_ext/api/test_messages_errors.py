@@ -47,8 +47,9 @@ async def test_bad_requests_are_refused_by_calls_and_counts_alike(proxy: Proxy) 
 
 
 async def test_refusals_before_the_routes_have_the_shape_of_anthropic(start: Start) -> None:
-    proxy = await start("server.admin_key=sk-admin-0123456789", "server.max_body_bytes=100000")
-    await proxy.admit(5)
+    proxy = await start(
+        "server.admin_key=sk-admin-0123456789", "server.max_body_bytes=100000", admit=5
+    )
     session = await proxy.open()
     key = session["api_key"]
     async with httpx.AsyncClient(base_url=proxy.url) as http:
@@ -100,8 +101,7 @@ async def test_an_unknown_or_closed_session_is_refused_in_anthropics_shape(proxy
 async def test_a_call_above_the_limit_is_refused_in_anthropics_shape(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.max_inflight_calls=1")
-    await proxy.admit(5)
+    proxy = await start("server.max_inflight_calls=1", admit=5)
     first, second = [await proxy.open() for _ in range(2)]
     go_on = engine.hold(0)
     waiting = asyncio.create_task(post(proxy, first["api_key"]))

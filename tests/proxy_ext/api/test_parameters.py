@@ -52,8 +52,7 @@ async def test_eval_sessions_are_sampled_as_the_agent_asks(
 async def test_agents_that_ask_for_no_temperature_get_the_configured_one(
     start: Start, engine: ScriptedEngine, settings: list[str], train: float, evaluation: float
 ) -> None:
-    proxy = await start("sampling.temperature=0.7", *settings)
-    await proxy.admit(1)
+    proxy = await start("sampling.temperature=0.7", *settings, admit=1)
     for mode, expected in (("train", train), ("eval", evaluation)):
         session = await proxy.open(mode=mode)
         for path, body in BODIES.items():

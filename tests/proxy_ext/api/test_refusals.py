@@ -285,8 +285,7 @@ async def test_a_request_that_names_two_sessions_is_refused(proxy: Proxy) -> Non
 
 
 async def test_bodies_over_the_limit_are_refused(start: Start) -> None:
-    proxy = await start("server.max_body_bytes=4096")
-    await proxy.admit(5)
+    proxy = await start("server.max_body_bytes=4096", admit=5)
     session = await proxy.open()
     big = b'{"messages": "' + b"x" * 5000 + b'"}'
 
@@ -306,8 +305,7 @@ async def test_bodies_over_the_limit_are_refused(start: Start) -> None:
 
 
 async def test_with_an_admin_key_an_id_alone_opens_nothing(start: Start) -> None:
-    proxy = await start("server.admin_key=operator-secret")
-    await proxy.admit(5)
+    proxy = await start("server.admin_key=operator-secret", admit=5)
     session, other = await proxy.open(), await proxy.open()
     key, id = session["api_key"], session["session_id"]
     body = {"messages": HELLO, "max_tokens": 2}

@@ -192,8 +192,7 @@ async def test_another_sessions_answers_are_not_there(proxy: Proxy) -> None:
 
 
 async def test_without_kept_texts_an_earlier_response_is_refused(start: Start) -> None:
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(5)
+    proxy = await start("sessions.store_content=false", admit=5)
     key = (await proxy.open())["api_key"]
     id = (await post(proxy, key)).json()["id"]
     response = await post(proxy, key, previous_response_id=id)

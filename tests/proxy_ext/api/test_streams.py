@@ -21,14 +21,6 @@ ARGUMENTS = '{"text": "a long text that takes many tokens to write down"}'
 CALL = f'<tool_call>\n{{"name": "find", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
-def argument_of(event: dict[str, Any]) -> str:
-    return "".join(
-        call["function"].get("arguments") or ""
-        for choice in event["choices"]
-        for call in choice["delta"].get("tool_calls") or ()
-    )
-
-
 async def test_likeliest_tokens_are_told_whole_streamed_and_replayed(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:

@@ -64,8 +64,7 @@ class SlowJournal:
 async def test_a_dead_engine_fails_the_call_and_readiness_alone(start: Start, stream: bool) -> None:
     other = ScriptedEngine()
     async with other.serve() as url:
-        proxy = await start("engine.update_wait=0.1", engine_url=url)
-        await proxy.admit(5)
+        proxy = await start("engine.update_wait=0.1", engine_url=url, admit=5)
         session = await proxy.open()
     response = await proxy.call(session["api_key"], stream=stream)
     assert response.status_code == 503
@@ -281,8 +280,7 @@ async def test_a_failing_store_fails_every_write_and_nothing_is_remembered(
 
 
 async def test_a_client_that_sends_half_a_body_is_cut_off(start: Start) -> None:
-    proxy = await start("server.client_timeout=1")
-    await proxy.admit(5)
+    proxy = await start("server.client_timeout=1", admit=5)
     session = await proxy.open()
     host, port = proxy.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -348,8 +346,7 @@ async def test_an_unreadable_answer_reaches_no_log(
 ) -> None:
     """Not even its beginning: it may be what agent and model said, which is not to be kept."""
     said = b"what the agent said in confidence"
-    proxy = await start("sessions.store_content=false", "engine.update_wait=0.2")
-    await proxy.admit(5)
+    proxy = await start("sessions.store_content=false", "engine.update_wait=0.2", admit=5)
     session = await proxy.open()
     for form in (b'{"text": "%s"}', b'{"error": "%s"}', b"%s", b'"%s"'):
         monkeypatch.setattr(engine, "_event", lambda *_, form=form: form % said)

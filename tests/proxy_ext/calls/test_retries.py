@@ -196,8 +196,7 @@ async def test_a_client_without_retry_marks_ends_its_call_by_leaving(
 
 
 async def test_a_call_that_nobody_comes_back_for_ends(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("server.retry_grace=0.05")
-    await proxy.admit(5)
+    proxy = await start("server.retry_grace=0.05", admit=5)
     agent = await agent_of(proxy, engine)
     engine.hold(3)
     await agent.leave(0)
@@ -210,8 +209,7 @@ async def test_a_call_that_nobody_comes_back_for_ends(start: Start, engine: Scri
 async def test_an_answer_that_nobody_comes_back_for_is_not_trained_on(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.retry_grace=3")
-    await proxy.admit(5)
+    proxy = await start("server.retry_grace=3", admit=5)
     agent, go_on = await left(proxy, engine)
     go_on.set()
     await until(lambda: not agent.calls)
@@ -241,8 +239,7 @@ async def test_an_answer_whose_session_ends_before_a_retry_is_not_trained_on(
 async def test_an_answer_that_was_continued_was_received(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.retry_grace=3")
-    await proxy.admit(5)
+    proxy = await start("server.retry_grace=3", admit=5)
     agent = await left_with_an_answer(proxy, engine)
     (recorded,) = await agent.recorded()
     messages = [*HELLO, recorded.output_message, {"role": "user", "content": "And?"}]

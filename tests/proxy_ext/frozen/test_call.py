@@ -67,8 +67,7 @@ async def proxy(start: Start, provider: Provider, tmp_path: Path) -> Proxy:
 async def begin(start: Start, provider: Provider, folder: Path, *more: str) -> Proxy:
     down = entry("down", "http://127.0.0.1:1/v1", "openai/gpt-judge")
     lines = settings([*models(provider.url), down], *more)
-    proxy = await start(*lines, provider=provider_of(folder, lines))
-    await proxy.admit(100)
+    proxy = await start(*lines, provider=provider_of(folder, lines), admit=100)
     return proxy
 
 

@@ -40,8 +40,7 @@ def provider() -> ScriptedProvider:
 
 @pytest.fixture
 async def proxy(start: Start, provider: ScriptedProvider) -> Proxy:
-    proxy = await start(provider=provider)
-    await proxy.admit(100)
+    proxy = await start(provider=provider, admit=100)
     return proxy
 
 
@@ -139,8 +138,7 @@ async def test_a_session_of_frozen_calls_alone_has_no_interactions(proxy: Proxy)
 async def test_without_stored_content_frozen_calls_keep_no_texts(
     start: Start, provider: ScriptedProvider
 ) -> None:
-    proxy = await start("sessions.store_content=false", provider=provider)
-    await proxy.admit(10)
+    proxy = await start("sessions.store_content=false", provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session, user="somebody")).is_success
     (recorded,) = await proxy.recorded(session["session_id"])
@@ -182,8 +180,7 @@ async def test_a_sessions_cap_refuses_further_frozen_calls(
 
 
 async def test_a_refusal_has_anthropics_shape(start: Start, provider: ScriptedProvider) -> None:
-    proxy = await start("frozen.session_usd=0", provider=provider)
-    await proxy.admit(10)
+    proxy = await start("frozen.session_usd=0", provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     body = chat_body(max_tokens=8)
     response = await proxy.post("/v1/messages", body, session["api_key"])
@@ -275,8 +272,7 @@ async def test_a_usage_without_prompt_tokens_is_estimated(
 
     provider.judge.cost = cost  # type: ignore[assignment,method-assign]
     provider.judge.usage = {"prompt_tokens": 0, "completion_tokens": 3, "total_tokens": 3}
-    proxy = await start(provider=provider)
-    await proxy.admit(10)
+    proxy = await start(provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     (recorded,) = await proxy.recorded(session["session_id"])
@@ -310,8 +306,7 @@ async def test_a_provider_tool_is_refused_in_the_shape_of_anthropic(proxy: Proxy
 async def test_a_client_that_leaves_is_charged_for_its_frozen_call(
     start: Start, provider: ScriptedProvider
 ) -> None:
-    proxy = await start("frozen.session_usd=0.1", provider=provider)
-    await proxy.admit(10)
+    proxy = await start("frozen.session_usd=0.1", provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     provider.judge.may_answer.clear()
     asking = asyncio.create_task(judged(proxy, session))
@@ -325,8 +320,7 @@ async def test_calls_without_a_price_are_counted_and_refuse_a_cap_at_the_start(
     start: Start, provider: ScriptedProvider
 ) -> None:
     provider.judge.price = None
-    proxy = await start(provider=provider)
-    await proxy.admit(10)
+    proxy = await start(provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     assert (await scrape(proxy))("any_agent_frozen_unpriced_calls_total", model="judge") == 1
@@ -342,8 +336,9 @@ async def test_calls_without_a_price_are_counted_and_refuse_a_cap_at_the_start(
 async def test_frozen_calls_are_bounded_apart_from_calls_of_the_policy(
     start: Start, provider: ScriptedProvider
 ) -> None:
-    proxy = await start("frozen.max_calls=2", "server.max_inflight_calls=1", provider=provider)
-    await proxy.admit(10)
+    proxy = await start(
+        "frozen.max_calls=2", "server.max_inflight_calls=1", provider=provider, admit=10
+    )
     session = await proxy.open(task_id="t")
     provider.judge.may_answer.clear()
     asking = [asyncio.create_task(judged(proxy, session)) for _ in range(2)]
@@ -374,9 +369,8 @@ async def test_an_unknown_model_is_refused_where_the_setting_says_so(
     start: Start, provider: ScriptedProvider
 ) -> None:
     proxy = await start(
-        "model.unknown_model=reject", "model.policy_names=gpt-4o,mine", provider=provider
+        "model.unknown_model=reject", "model.policy_names=gpt-4o,mine", provider=provider, admit=10
     )
-    await proxy.admit(10)
     session = await proxy.open(task_id="t")
     answers: list[Awaitable[httpx.Response]] = [
         proxy.call(session["api_key"], model=name) for name in ("policy", "gpt-4o", "mine", "judge")

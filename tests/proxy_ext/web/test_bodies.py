@@ -61,8 +61,7 @@ async def test_rl_bodies_are_read_strictly(proxy: Proxy) -> None:
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy = await start("engine.context_length=64")
-    await proxy.admit(1)
+    proxy = await start("engine.context_length=64", admit=1)
     key = (await proxy.open())["api_key"]
 
     def never(*_: Any, **__: Any) -> None:
@@ -172,8 +171,7 @@ async def test_unsupported_content_codings_are_refused_by_name(proxy: Proxy) -> 
 
 
 async def test_the_body_limit_is_of_the_decoded_size(start: Start) -> None:
-    proxy = await start("server.max_body_bytes=8192")
-    await proxy.admit(1)
+    proxy = await start("server.max_body_bytes=8192", admit=1)
     key = (await proxy.open())["api_key"]
     for size, status in ((4000, 200), (9000, 413), (5_000_000, 413)):
         text = json.dumps({"messages": HELLO, "max_tokens": 2}).encode() + b" " * size
