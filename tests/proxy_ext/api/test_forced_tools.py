@@ -10,8 +10,9 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.proxy_ext.api.test_streams import CALL, TOOLS
 from tests.proxy_ext.test_metrics import scrape
+from tests.support.openai_agent import CALL
+from tests.support.openai_agent import CHAT_TOOLS as TOOLS
 from tests.support.proxy import HELLO, Proxy
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -322,18 +322,26 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
 async def test_an_unexpected_failure_is_an_answer(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = await proxy.open()
+    key = (await proxy.open())["api_key"]
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret detail")
 
-    for part in ("prepare", "run"):
+    body = {"messages": HELLO, "max_tokens": 8}
+    for part, path in (
+        ("prepare", "/v1/chat/completions"),
+        ("run", "/v1/chat/completions"),
+        ("run", "/v1/messages"),
+        ("find", "/v1/messages/count_tokens"),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(proxy.service.completer, part, broken)
-            response = await proxy.call(session["api_key"])
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
-        assert "secret" not in response.text
-    await proxy.complete(session["api_key"])
+            response = await proxy.post(path, body, key)
+        assert response.status_code == 500 and "secret" not in response.text
+        error = response.json()["error"]
+        assert error["code"] == "internal_error"
+        assert error["type"] == ("api_error" if "messages" in path else "server_error")
+    await proxy.complete(key)
 
 
 @BOTH
