@@ -12,7 +12,7 @@ from tests.support.proxy import Proxy, config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[Proxy]]
-Restart: TypeAlias = Callable[[], Awaitable[Proxy]]
+Restart: TypeAlias = Callable[..., Awaitable[Proxy]]
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +60,13 @@ async def restart(
     """End the proxy that runs, if one does, and start the next one on its journal."""
     async with AsyncExitStack() as stack:
 
-        async def again() -> Proxy:
+        async def again(*settings: str, admit: int | None = 5, **options: Any) -> Proxy:
             await stack.aclose()
-            context = running_proxy(config_for(tmp_path), chat, engine_url=engine.url)
+            config = config_for(tmp_path, *settings)
+            context = running_proxy(config, chat, engine_url=engine.url, **options)
             proxy = await stack.enter_async_context(context)
-            await proxy.admit(5)
+            if admit is not None:
+                await proxy.admit(admit)
             return proxy
 
         yield again

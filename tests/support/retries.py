@@ -21,13 +21,20 @@ class Agent:
     """Sends one body again and again, marked or not."""
 
     def __init__(
-        self, proxy: Proxy, engine: ScriptedEngine, session: dict[str, Any], **fields: Any
+        self,
+        proxy: Proxy,
+        engine: ScriptedEngine,
+        session: dict[str, Any],
+        path: str = PATH,
+        **fields: Any,
     ) -> None:
         self.proxy = proxy
         self.engine = engine
+        self.path = path
         self.key = session["api_key"]
         self.id = session["session_id"]
-        self.body = orjson.dumps({"model": "m", "messages": HELLO, "max_tokens": 8, **fields})
+        talk = {"messages": HELLO, "max_tokens": 8} if path == PATH else {}
+        self.body = orjson.dumps({"model": "m", **talk, **fields})
 
     def other(self, **fields: Any) -> Agent:
         """The same session's, with another body."""
@@ -39,7 +46,7 @@ class Agent:
         return {"authorization": f"Bearer {self.key}", **marked}
 
     async def ask(self, count: int | None) -> httpx.Response:
-        return await self.proxy.http.post(PATH, content=self.body, headers=self.headers(count))
+        return await self.proxy.http.post(self.path, content=self.body, headers=self.headers(count))
 
     def begin(self, count: int | None) -> asyncio.Task[httpx.Response]:
         return asyncio.create_task(self.ask(count))

@@ -370,7 +370,7 @@ async def test_an_implicit_session_open_as_training_ends_stays_a_train_session(
     start: Start, engine: ScriptedEngine, named: bool
 ) -> None:
     """Its further calls are sampled as its first ones were, however they are found."""
-    proxy = await start(*settings(), admit=5)
+    proxy = await start(*settings("sampling.temperature=0.7"), admit=5)
     async with client(proxy) as agent:
         asked: Any = {"model": "m", "max_output_tokens": 16, "temperature": 0.5}
         first = await agent.responses.create(input="hi", **asked)
@@ -383,7 +383,7 @@ async def test_an_implicit_session_open_as_training_ends_stays_a_train_session(
             await agent.responses.create(input=whole, **asked)
     (id,) = proxy.service.sessions.live
     assert len(session(proxy, id).tree) == 2 and session(proxy, id).row.mode == "train"
-    assert [r["sampling_params"]["temperature"] for r in engine.requests] == [1.0, 1.0]
+    assert [r["sampling_params"]["temperature"] for r in engine.requests] == [0.7, 0.7]
 
 
 @pytest.mark.parametrize("rewards", ["null", "agent"])

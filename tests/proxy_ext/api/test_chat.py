@@ -50,8 +50,7 @@ async def test_a_whole_chat_answer_has_its_text_usage_and_reason(
 
 
 async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start) -> None:
-    proxy = await start("sampling.max_new_tokens=20")
-    await proxy.admit(10)
+    proxy = await start("sampling.max_new_tokens=20", admit=10)
     for mode, stream in (("train", False), ("eval", True)):
         session = await proxy.open(mode=mode)
         response = await proxy.call(session["api_key"], max_tokens=30, stream=stream)
@@ -66,21 +65,16 @@ async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start) -> N
 async def test_every_way_to_name_the_session_reaches_it(proxy: Proxy) -> None:
     session = await proxy.open()
     key, id = session["api_key"], session["session_id"]
-    dummy = {"authorization": "Bearer DUMMY"}
     ways: list[tuple[str, dict[str, str]]] = [
         ("", {"authorization": f"Bearer {key}"}),
         ("", {"authorization": f"bearer {key}"}),
         ("", {"x-api-key": key}),
         ("", {"x-any-agent-session": id}),
         (f"/{key}", {}),
-        (f"/{key}", dummy),
-        (f"/{key}", dummy | {"x-api-key": "other"}),
-        (f"/{id}", dummy),
     ]
     for prefix, headers in ways:
         for path in ("/v1/chat/completions", "/chat/completions"):
-            body = {"messages": HELLO, "max_tokens": 2}
-            response = await proxy.post(prefix + path, body, **headers)
+            response = await proxy.post(prefix + path, {"messages": HELLO}, **headers)
             assert response.status_code == 200, (prefix, headers, response.text)
             assert response.headers["x-any-agent-session"] == id
 

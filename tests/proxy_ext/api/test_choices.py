@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 
@@ -12,9 +13,9 @@ from any_agent.chat import ChatFormat
 from proxy_ext.sessions.session_store import SessionStore
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Restart, Start
-from tests.support.retries import Agent, agent_of, hang_up, stream_of, unheard
+from tests.support.retries import PATH, Agent, agent_of, hang_up, stream_of, unheard
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -23,6 +24,15 @@ def texts_of(events: list[dict[str, Any]]) -> dict[int, str]:
     for choice in (c for event in events for c in event["choices"]):
         out[choice["index"]] = out.get(choice["index"], "") + (choice["delta"].get("content") or "")
     return out
+
+
+async def one_recorded(agent: Agent) -> None:
+    """Wait until one choice is recorded."""
+
+    async def recorded() -> bool:
+        return len(await agent.recorded()) == 1
+
+    await until(recorded)
 
 
 async def test_each_choice_is_an_interaction(
@@ -80,23 +90,23 @@ async def test_streams_are_interleaved_by_index(proxy: Proxy, engine: ScriptedEn
 async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    session = await proxy.open()
+    agent = await agent_of(proxy, engine, n=2, stream=True)
     engine.hold(1000)
     go_on = engine.hold(2)
-    body = {"messages": HELLO, "max_tokens": 4, "stream": True, "n": 2}
-    headers = {"Authorization": f"Bearer {session['api_key']}"}
-    path, ended = "/v1/chat/completions", set()
-    async with proxy.http.stream("POST", path, json=body, headers=headers) as response:
+    ended = set()
+    async with proxy.http.stream(
+        "POST", PATH, content=agent.body, headers=agent.headers(None)
+    ) as response:
         async for line in response.aiter_lines():
             if '"finish_reason":"length"' not in line:
                 continue
             (choice,) = orjson.loads(line[6:])["choices"]
             ended.add(choice["index"])
             if len(ended) == 1:
-                (interaction,) = await proxy.recorded(session["session_id"])
+                (interaction,) = await agent.recorded()
                 assert interaction.id.endswith(f".{choice['index']}")
                 completion = {"reward": 1.0, "completion_id": interaction.id[:-2]}
-                rewarded = await proxy.post("/rl/v1/set_reward", completion, session["api_key"])
+                rewarded = await proxy.post("/rl/v1/set_reward", completion, agent.key)
                 refusal(rewarded, 400, "choice_needed", "its index")
                 assert len(engine.running) == 1
                 go_on.set()
@@ -105,26 +115,20 @@ async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
 
 async def test_a_reward_must_name_its_choice_and_goes_to_it(proxy: Proxy) -> None:
     session = await proxy.open()
-    key = session["api_key"]
-    answer = await proxy.complete(key, n=2)
-    for body in ({"reward": 1.0, "completion_id": answer["id"]}, {"reward": 1.0}):
-        error = refusal(
-            await proxy.post("/rl/v1/set_reward", body, key), 400, "choice_needed", "its index"
-        )
-        assert f"{answer['id']}.0" in error["message"]
-    for k, reward in enumerate((1.0, -1.0)):
-        body = {"reward": reward, "completion_id": f"{answer['id']}.{k}"}
-        response = await proxy.post("/rl/v1/set_reward", body, key)
-        assert response.json()["interaction_id"] == f"{answer['id']}.{k}"
-    unknown = {"reward": 1.0, "completion_id": f"{answer['id']}.2"}
-    refusal(
-        await proxy.post("/rl/v1/set_reward", unknown, key),
-        404,
-        "completion_not_found",
-        "no completion",
-    )
+    id = (await proxy.complete(session["api_key"], n=2))["id"]
+
+    async def reward(value: float, **named: str) -> httpx.Response:
+        body = {"reward": value, **named}
+        return await proxy.post("/rl/v1/set_reward", body, session["api_key"])
+
+    for named in ({"completion_id": id}, {}):
+        refusal(await reward(1.0, **named), 400, "choice_needed", f"{id}.0")
+    for name, value in ((f"{id}.0", 1.0), (f"{id}.1", -1.0)):
+        given = await reward(value, completion_id=name)
+        assert given.json()["interaction_id"] == name
+    refusal(await reward(1.0, completion_id=f"{id}.2"), 404, "completion_not_found", "")
     recorded = {i.id: i.reward for i in await proxy.recorded(session["session_id"])}
-    assert recorded == {f"{answer['id']}.0": 1.0, f"{answer['id']}.1": -1.0}
+    assert recorded == {f"{id}.0": 1.0, f"{id}.1": -1.0}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -153,30 +157,22 @@ async def test_what_was_recorded_of_a_failed_call_was_received_only_if_its_end_w
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     for stream in (False, True):
-        session = await proxy.open()
+        agent = await agent_of(proxy, engine, n=2, stream=stream)
         engine.fail("disagree", after=1000)
         engine.fail("disagree", after=2)
         engine.hold(1000)
         go_on = engine.hold(2)
-        body = {"messages": HELLO, "max_tokens": 4, "stream": stream, "n": 2}
-        asked = asyncio.create_task(proxy.post("/v1/chat/completions", body, session["api_key"]))
-
-        async def one_is_recorded(id: str = session["session_id"]) -> bool:
-            return len(await proxy.recorded(id)) == 1
-
-        await until(one_is_recorded)
+        asked = agent.begin(None)
+        await one_recorded(agent)
         go_on.set()
         await asked
-        await until(lambda: len(proxy.service.calls) == 0)
-        live = proxy.service.sessions.live[session["session_id"]]
-        await until(lambda live=live: not live.calls)
-        (interaction,) = await proxy.recorded(session["session_id"])
+        await until(lambda agent=agent: not agent.calls)
+        (interaction,) = await agent.recorded()
         assert interaction.untrainable_reason == (None if stream else "undelivered")
 
 
 async def test_no_two_choices_have_the_same_seed(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("rollout.deterministic=true")
-    await proxy.admit(10)
+    proxy = await start("rollout.deterministic=true", admit=10)
     session = await proxy.open(task_id="t", group_id="g")
     for _ in range(2):
         await proxy.complete(session["api_key"], n=3)
@@ -190,8 +186,7 @@ async def test_no_two_choices_have_the_same_seed(start: Start, engine: ScriptedE
 
 
 async def test_each_choice_takes_a_place(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("server.max_inflight_calls=4")
-    await proxy.admit(10)
+    proxy = await start("server.max_inflight_calls=4", admit=10)
     key = (await proxy.open())["api_key"]
     refusal(await proxy.call(key, n=5), 400, "invalid_request", "at once")
     holds = [engine.hold(1) for _ in range(3)]
@@ -206,9 +201,6 @@ async def test_each_choice_takes_a_place(start: Start, engine: ScriptedEngine) -
     assert engine.most_running == 3
 
 
-# -- retries ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_retry_joins_in_flight_and_gets_all(
     proxy: Proxy, engine: ScriptedEngine, stream: bool
@@ -218,17 +210,12 @@ async def test_a_retry_joins_in_flight_and_gets_all(
     go_on = engine.hold(3)
     await agent.leave(0)
     await agent.vacant()
-
-    async def one_is_recorded() -> bool:
-        return len(await agent.recorded()) == 1
-
-    await until(one_is_recorded)
+    await one_recorded(agent)
     again = asyncio.create_task(_answer(agent, stream, 1))
     await until(lambda: not agent.calls[0].vacant)
     go_on.set()
-    texts = await again
+    assert await again == await _recorded_texts(agent)
     assert len(engine.requests) == 2
-    assert texts == await _recorded_texts(agent)
     assert await agent.end() == [None, None]
 
 
@@ -249,11 +236,7 @@ async def test_a_retry_finds_nothing_of_an_earlier_process_that_had_not_all(
     engine.hold(1000)
     engine.hold(3)
     await agent.leave(0)
-
-    async def one_is_recorded() -> bool:
-        return len(await agent.recorded()) == 1
-
-    await until(one_is_recorded)
+    await one_recorded(agent)
     agent.proxy = await restart()
     assert (await agent.ask(1)).status_code == 200
     assert len(engine.requests) == 4

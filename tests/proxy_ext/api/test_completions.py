@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.frozen import events_of
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Restart
-from tests.support.retries import hang_up
+from tests.support.retries import Agent, hang_up
 from tests.support.scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
@@ -31,22 +29,6 @@ async def complete(proxy: Proxy, key: str, prompt: Any, **fields: Any) -> dict[s
     return dict(response.json())
 
 
-async def events_of(
-    proxy: Proxy, key: str, prompt: Any, **fields: Any
-) -> tuple[list[dict[str, Any]], bool]:
-    events: list[dict[str, Any]] = []
-    body = {"model": "m", "prompt": prompt, "stream": True, **fields}
-    headers = {"Authorization": f"Bearer {key}"}
-    async with proxy.http.stream("POST", PATH, json=body, headers=headers) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return events, True
-            if line.startswith("data: "):
-                events.append(orjson.loads(line.removeprefix("data: ")))
-    return events, False
-
-
 @pytest.fixture
 async def session(proxy: Proxy) -> dict[str, Any]:
     return await proxy.open()
@@ -58,22 +40,17 @@ async def test_a_text_is_gone_on_with_and_recorded(
     ids = say(engine, chat, " 2 and 3 ")
     response = await ask(proxy, session["api_key"], "1 and", max_tokens=40)
     answer = response.json()
-    assert answer["object"] == "text_completion"
-    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
     (choice,) = answer["choices"]
     # Nothing of a text is trimmed.
     expected = {"index": 0, "text": " 2 and 3 ", "logprobs": None, "finish_reason": "stop"}
     assert choice == expected
     prompt = chat.tokenizer.encode("1 and")
     assert engine.requests[0]["input_ids"] == prompt
-    assert answer["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(ids),
-        "total_tokens": len(prompt) + len(ids),
-    }
-    assert response.headers["x-any-agent-interaction"] == answer["id"]
+    counts = (len(prompt), len(ids), len(prompt) + len(ids))
+    assert tuple(answer["usage"].values()) == counts
     (interaction,) = await proxy.recorded(session["session_id"])
-    assert interaction.id == answer["id"]
+    assert interaction.id == answer["id"] == response.headers["x-any-agent-interaction"]
     assert interaction.prompt_delta_ids.tolist() == prompt
     assert interaction.output_ids.tolist() == ids
     assert interaction.trainable
@@ -163,32 +140,26 @@ async def test_each_choice_of_several_prompts_is_recorded(
     assert answer["usage"]["prompt_tokens"] == sum(map(len, asked))
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["in flight", "of an earlier process"])
-async def test_a_marked_retry_gets_the_same_answers(
-    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, again: bool
+async def test_a_marked_retry_after_a_restart_gets_the_same_answers(
+    restart: Restart, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     proxy = await restart()
     session = await proxy.open()
     body = {"model": "m", "prompt": ["a", "b"], "n": 2, "stop": ["STOP"], "logprobs": 1}
     for text in ("one", "two STOP", "three", "four"):
         say(engine, chat, text)
+    agent = Agent(proxy, engine, session, path=PATH, **body)
     go_on = engine.hold(1)
-
-    def send(count: str) -> Coroutine[Any, Any, httpx.Response]:
-        return proxy.post(PATH, body, session["api_key"], **{"x-stainless-retry-count": count})
-
-    asked = asyncio.create_task(send("0"))
+    asked = agent.begin(0)
     await until(lambda: len(engine.requests) == 4)
-    (call,) = proxy.service.sessions.live[session["session_id"]].calls
     await hang_up(asked)
-    await until(lambda: call.vacant)
+    await agent.vacant()
     go_on.set()
-    await until(lambda: call.answered)
-    if again:
-        proxy = await restart()
-    answer = (await send("1")).json()
+    await agent.answered()
+    agent.proxy = proxy = await restart()
+    answer = (await agent.ask(1)).json()
     assert len(engine.requests) == 4
-    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    recorded = {i.id: i for i in await agent.recorded()}
     assert answer["usage"]["prompt_tokens"] == 2
     said = []
     for k, choice in enumerate(answer["choices"]):
@@ -200,33 +171,26 @@ async def test_a_marked_retry_gets_the_same_answers(
 
 
 async def test_a_stream_says_what_the_whole_does(
-    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
+    proxy: Proxy, chat: ChatFormat, session: dict[str, Any]
 ) -> None:
-    key = session["api_key"]
+    key, fields = session["api_key"], {"max_tokens": 6, "logprobs": 2}
     for prompt in ("1 and", chat.tokenizer.encode("1 and")):
-        whole = await complete(proxy, key, prompt, max_tokens=6, logprobs=2)
-        events, done = await events_of(
-            proxy,
-            key,
-            prompt,
-            max_tokens=6,
-            logprobs=2,
-            stream_options={"include_usage": True},
-        )
-        assert done
-        *chunks, usage = events
+        whole = await complete(proxy, key, prompt, **fields)
+        body = {"prompt": prompt, **fields, "stream_options": {"include_usage": True}}
+        (*chunks, usage), end = await events_of(proxy, PATH, body, key)
+        assert end.endswith("[DONE]\n\n")
         assert usage["usage"] == whole["usage"]
         choices = [c for event in chunks for c in event["choices"]]
         assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"]
-        assert [c["finish_reason"] for c in choices][-1] == "length"
+        assert choices[-1]["finish_reason"] == "length"
         told = whole["choices"][0]["logprobs"]
-        for part in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-            streamed = [x for c in choices if c["logprobs"] for x in c["logprobs"][part]]
-            if part == "token_logprobs":
-                assert streamed == pytest.approx(told[part])
-            elif part != "top_logprobs":
-                assert streamed == told[part]
-            assert len(streamed) == 6
+        streamed = {
+            part: [x for c in choices if c["logprobs"] for x in c["logprobs"][part]]
+            for part in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
+        }
+        assert [len(part) for part in streamed.values()] == [6] * 4
+        assert streamed["token_logprobs"] == pytest.approx(told["token_logprobs"])
+        assert all(streamed[part] == told[part] for part in ("tokens", "text_offset"))
         assert all(len(top) <= 2 for top in told["top_logprobs"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_responses import exact
-from tests.support.openai_agent import TOOLS, agent_of, create, post, said_back
+from tests.support.openai_agent import TOOLS, create, post, refused, said_back
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Restart
 from tests.support.scripted_engine import ScriptedEngine
@@ -98,28 +98,23 @@ async def test_calls_of_custom_tools_go_on_exactly_in_chats(
     custom = {"name": "patch", "format": {"type": "grammar", "grammar": GRAMMAR}}
     tools: list[Any] = [{"type": "custom", "custom": custom}]
     ids = say(engine, chat, f"{call_of(SAID)}\n{call_of(ODD)}")
-    asked: dict[str, Any] = {"model": "m", "tools": tools, "max_tokens": 300}
-    async with agent_of(proxy, key) as client:
-        complete: Any = client.chat.completions.create
-        if stream:
-            events = await complete(messages=HELLO, stream=True, **asked)
-            chunks = [chunk async for chunk in events]
-            calls = merged([chunk.choices[0].delta.to_dict() for chunk in chunks])
-            assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        else:
-            answer = await complete(messages=HELLO, **asked)
-            assert answer.choices[0].finish_reason == "tool_calls"
-            calls = [call.to_dict() for call in answer.choices[0].message.tool_calls or ()]
-            assert answer.choices[0].message.tool_calls[0].type == "custom"
-        assert [call["custom"] for call in calls] == [
-            {"name": "patch", "input": INPUT},
-            {"name": "patch", "input": ODD},
-        ]
-        assert {call["type"] for call in calls} == {"custom"}
-        talk: list[Any] = [*HELLO, {"role": "assistant", "tool_calls": calls}]
-        talk += [{"role": "tool", "tool_call_id": c["id"], "content": "Done."} for c in calls]
-        say(engine, chat, "Well.")
-        await complete(messages=talk, **asked)
+    asked: dict[str, Any] = {"tools": tools, "max_tokens": 300}
+    if stream:
+        events, _ = await proxy.stream(key, **asked)
+        calls = merged([event["choices"][0]["delta"] for event in events])
+        reason = events[-1]["choices"][0]["finish_reason"]
+    else:
+        (choice,) = (await proxy.complete(key, **asked))["choices"]
+        calls, reason = choice["message"]["tool_calls"], choice["finish_reason"]
+    assert reason == "tool_calls"
+    assert [(call["type"], call["custom"]) for call in calls] == [
+        ("custom", {"name": "patch", "input": INPUT}),
+        ("custom", {"name": "patch", "input": ODD}),
+    ]
+    talk: list[Any] = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+    talk += [{"role": "tool", "tool_call_id": c["id"], "content": "Done."} for c in calls]
+    say(engine, chat, "Well.")
+    await proxy.complete(key, talk, **asked)
     before = ids_of(engine, -2) + ids
     assert ids_of(engine, -1)[: len(before)] == before
     # Another API's conversation is the same.
@@ -144,14 +139,10 @@ def merged(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def test_a_wrong_call_of_a_custom_tool_is_named(proxy: Proxy) -> None:
-    session = await proxy.open()
+    key = (await proxy.open())["api_key"]
     call = {"id": "c", "type": "custom", "custom": {"name": "patch"}}
-    talk: list[Any] = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
-    response = await proxy.call(session["api_key"], talk)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "messages[1].tool_calls[0].custom"
     item = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 3}
-    response = await post(proxy, session["api_key"], input=[item])
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "input[0].input"
-    assert not await proxy.recorded(session["session_id"])
+    chatted = await proxy.call(key, [*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    refused(chatted, 400, "invalid_request", "messages[1].tool_calls[0].custom")
+    response = await post(proxy, key, input=[item])
+    refused(response, 400, "invalid_request", "input[0].input")

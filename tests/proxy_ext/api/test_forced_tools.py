@@ -10,10 +10,12 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.proxy_ext.api.test_streams import CALL, TOOLS
 from tests.proxy_ext.test_metrics import scrape
+from tests.support.openai_agent import CALL
+from tests.support.openai_agent import CHAT_TOOLS as TOOLS
 from tests.support.proxy import HELLO, Proxy
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import finalize, info
 
 HEADER = "x-any-agent-untrainable"
 BENT = {"response_format": {"type": "json_object"}}
@@ -51,37 +53,33 @@ async def test_finalize_says_how_many_calls_are_trained_on(
     both = await proxy.complete(key, n=2)
     say(engine, chat, "three")
     await proxy.complete(key, messages=[*HELLO, both["choices"][0]["message"], *HELLO])
-    done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
-    assert done.status_code == 200
-    body = done.json()
+    body = await finalize(proxy, session, final_reward=1.0)
     assert body["trainable_calls"] == 3
     assert body["untrainable_calls"] == {"grammar": 2, "penalty": 1, "discarded": 1}
     # Its choices, and its repetition, are one root.
     assert (body["roots"], body["root_reasons"]) == (4, {"new_conversation": 3})
     graded = await proxy.open(mode="eval")
     await proxy.complete(graded["api_key"], temperature=0)
-    done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, graded["api_key"])
-    assert (done.json()["trainable_calls"], done.json()["untrainable_calls"]) == (None, {})
+    body = await finalize(proxy, graded, final_reward=1.0)
+    assert (body["trainable_calls"], body["untrainable_calls"]) == (None, {})
 
 
 async def test_a_service_whose_sessions_are_not_trained_on_says_why(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(4):
-        key = (await proxy.open())["api_key"]
+        session = await proxy.open()
         for _ in range(2):
             say(engine, chat, "{}")
-            await proxy.complete(key, **(BENT if number else {}))
-        done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
-        assert done.status_code == 200
+            await proxy.complete(session["api_key"], **(BENT if number else {}))
+        await finalize(proxy, session, final_reward=1.0)
     why = "3 of the last 4 sessions have more calls that are not trained on (6 grammar)"
     (told,) = [r.getMessage() for r in caplog.records if "not trained on" in r.getMessage()]
     assert told.startswith(why)
     assert (await scrape(proxy))("any_agent_untrainable_sessions_total", reason="grammar") == 3
     await proxy.admit(0)
     refused = await proxy.http.post("/rl/v1/start_session", json={"wait": 0})
-    assert refused.status_code == 429
-    assert why in refused.json()["error"]["message"]
+    refusal(refused, 429, "no_capacity", why)
 
 
 async def test_a_service_whose_agents_rewrite_their_past_says_so(
@@ -97,13 +95,12 @@ async def test_a_service_whose_agents_rewrite_their_past_says_so(
             if number:
                 answered = {"role": "assistant", "content": "something else"}
             messages = [*messages, answered, *HELLO]
-        done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, session["api_key"])
-        broken = {"history_rewritten": 2} if number else {}
-        assert (done.json()["roots"], done.json()["root_reasons"]) == (3 if number else 1, broken)
-        shown = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-        assert (shown["roots"], shown["root_reasons"]) == (done.json()["roots"], broken)
-    (told,) = [r.getMessage() for r in caplog.records if "history_rewritten" in r.getMessage()]
-    assert told.startswith("3 of the last 4 sessions") and "6 history_rewritten" in told
+        expected = (3, {"history_rewritten": 2}) if number else (1, {})
+        done = await finalize(proxy, session, final_reward=1.0)
+        for told in (done, await info(proxy, session)):
+            assert (told["roots"], told["root_reasons"]) == expected
+    (said,) = [r.getMessage() for r in caplog.records if "history_rewritten" in r.getMessage()]
+    assert said.startswith("3 of the last 4 sessions") and "6 history_rewritten" in said
 
 
 async def test_without_parallel_calls_an_answer_ends_after_its_first_tool_call(
@@ -133,5 +130,3 @@ async def test_an_effort_and_template_arguments_agree(proxy: Proxy) -> None:
         kwargs = {"enable_thinking": thinking}
         response = await proxy.call(key, reasoning_effort=effort, chat_template_kwargs=kwargs)
         assert response.status_code == status, (effort, thinking, response.text)
-        if status == 400:
-            refusal(response, 400, "invalid_request", "contradict each other")

@@ -11,8 +11,9 @@ from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
-from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS
 from tests.proxy_ext.test_metrics import scrape
+from tests.support.openai_agent import CALL
+from tests.support.openai_agent import CHAT_TOOLS as TOOLS
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -49,7 +50,7 @@ async def test_functions_are_called_and_gone_on_from_exactly(
         (choice,) = (await proxy.complete(key, **asked))["choices"]
         message = choice["message"]
         assert choice["finish_reason"] == "function_call" and "tool_calls" not in message
-    assert message["function_call"] == {"name": "find", "arguments": ARGUMENTS}
+    assert message["function_call"] == {"name": "find", "arguments": '{"text": "né"}'}
     result = {"role": "function", "name": "find", "content": "3"}
     say(engine, chat, "It is 3.")
     talk = [*HELLO, message, result]
@@ -103,8 +104,7 @@ async def test_metrics_tell_a_bounded_number_of_unknown_parameters_apart(proxy: 
 
 
 async def test_unknown_parameters_may_be_refused(start: Start) -> None:
-    proxy = await start("server.unknown_parameters=refuse")
-    await proxy.admit(4)
+    proxy = await start("server.unknown_parameters=refuse", admit=4)
     session = await proxy.open()
     for path, body in BODIES.items():
         response = await proxy.post(path, {**body, "beam_width": 7}, session["api_key"])

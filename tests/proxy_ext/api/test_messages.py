@@ -15,27 +15,15 @@ from tests.support.proxy import HELLO, Proxy, config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
 
 RESULT = {"type": "tool_result", "content": "it is there"}
+
+
 LATER = {**TOOLS[0], "name": "later", "defer_loading": True}
+USE = {"type": "tool_use", "id": "x", "name": "find", "input": {"text": "it"}}
+REFERENCES = [{"type": "tool_reference", "tool_name": "later"}]
 FOUND = [
-    {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "x", "name": "find", "input": {"text": "it"}}],
-    },
-    {
-        "role": "user",
-        "content": [
-            {
-                "type": "tool_result",
-                "tool_use_id": "x",
-                "content": [{"type": "tool_reference", "tool_name": "later"}],
-            }
-        ],
-    },
+    {"role": "assistant", "content": [USE]},
+    {"role": "user", "content": [{**RESULT, "tool_use_id": "x", "content": REFERENCES}]},
 ]
-
-
-def _text(text: str) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -105,8 +93,8 @@ async def test_counted_tokens_are_those_of_the_call(
     for body in bodies:
         session = await proxy.open()
         async with agent_of(proxy, session["api_key"]) as agent:
-            asked: dict[str, Any] = {"model": "claude", "messages": HELLO, **body}
-            counted = await agent.messages.count_tokens(**asked)
+            talk: dict[str, Any] = {"model": "claude", "messages": HELLO, **body}
+            counted = await agent.messages.count_tokens(**talk)
         assert counted._request_id is not None and counted._request_id.startswith("req_")
         answer = await create(proxy, session["api_key"], **body)
         assert counted.input_tokens == answer.usage.input_tokens
@@ -118,18 +106,15 @@ async def test_counted_tokens_are_those_of_the_call(
         # The record may have left the memory.
         proxy.service.sessions.live[session["session_id"]].unload()
         # Counted twice, for a count is no call, and asked once.
-        counts = [
-            (
-                await post(proxy, key, "/messages/count_tokens", messages=messages, tools=TOOLS)
-            ).json()
-            for _ in range(2)
-        ]
+        asked = {"messages": messages, "tools": TOOLS}
+        path = "/messages/count_tokens"
+        counts = [(await post(proxy, key, path, **asked)).json() for _ in range(2)]
         say(engine, chat, text)
-        answer = await create(proxy, key, messages=messages, tools=TOOLS, max_tokens=most)
+        answer = await create(proxy, key, max_tokens=most, **asked)
         assert counts == [{"input_tokens": answer.usage.input_tokens}] * 2
         results = [{**RESULT, "tool_use_id": b.id} for b in answer.content if b.type == "tool_use"]
-        content = [*results, *_text("Go on.")]
-        messages += [said_back(answer), {"role": "user", "content": content}]
+        text = {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}
+        messages += [said_back(answer), {"role": "user", "content": [*results, text]}]
     await exact(proxy, session["session_id"])
     session = await proxy.open()
     for path in ("/messages/count_tokens", "/v1/messages/count_tokens?beta=true"):

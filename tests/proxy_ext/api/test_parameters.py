@@ -45,20 +45,20 @@ async def test_eval_sessions_are_sampled_as_the_agent_asks(
         assert told.items() <= sampling.items(), asked
 
 
-@pytest.mark.parametrize(
-    ("settings", "train", "evaluation"),
-    [([], 0.7, 0.7), (["eval.temperature=0.25"], 0.7, 0.25), (["eval.temperature=0"], 0.7, 0.0)],
-)
 async def test_agents_that_ask_for_no_temperature_get_the_configured_one(
-    start: Start, engine: ScriptedEngine, settings: list[str], train: float, evaluation: float
+    start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("sampling.temperature=0.7", *settings)
-    await proxy.admit(1)
-    for mode, expected in (("train", train), ("eval", evaluation)):
-        session = await proxy.open(mode=mode)
-        for path, body in BODIES.items():
-            assert (await proxy.post(path, body, session["api_key"])).status_code == 200
-            assert engine.requests[-1]["sampling_params"]["temperature"] == expected
+    for settings, evaluation in (
+        ([], 0.7),
+        (["eval.temperature=0.25"], 0.25),
+        (["eval.temperature=0"], 0.0),
+    ):
+        proxy = await start("sampling.temperature=0.7", *settings, admit=9)
+        for mode, expected in (("train", 0.7), ("eval", evaluation)):
+            session = await proxy.open(mode=mode)
+            for path, body in BODIES.items():
+                assert (await proxy.post(path, body, session["api_key"])).status_code == 200
+                assert engine.requests[-1]["sampling_params"]["temperature"] == expected
 
 
 @pytest.mark.parametrize("path", BODIES)

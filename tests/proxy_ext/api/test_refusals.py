@@ -12,6 +12,7 @@ from any_agent.launcher.trial import trial_dir
 from tests.support.proxy import HELLO, Proxy, signer
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import finalize
 
 CHAT = "/v1/chat/completions"
 
@@ -63,25 +64,24 @@ async def test_bad_calls_reach_no_engine_and_are_not_recorded(
     assert len(await proxy.recorded(session["session_id"])) == len(engine.requests) == 1
 
 
-async def test_bodies_that_are_no_json_are_refused(proxy: Proxy) -> None:
-    session = await proxy.open()
-    bodies = [b"", b"{", b"\xff\xfe", b"[]", b"5", b"[" * 100_000, b'{"messages": NaN}']
-    for path in (CHAT, "/rl/v1/set_reward", "/rl/v1/start_session"):
-        for body in bodies:
-            response = await proxy.post(path, body, session["api_key"])
-            if path.endswith("start_session"):
-                # Judged by the key first: a session key opens nothing.
-                assert response.status_code in (400, 403), response.text
-            else:
-                assert response.status_code == 400, (path, body[:20], response.text)
-            assert response.json()["error"]["message"], (path, body[:20])
-    assert await proxy.recorded(session["session_id"]) == []
+async def test_a_grammar_that_the_engine_refuses_is_named_as_the_agent_named_it(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    key = (await proxy.open())["api_key"]
+    for name, asked in (("guided_regex", "(a"), ("structured_outputs", {"regex": "(a"})):
+        for stream in (False, True):
+            response = await proxy.call(key, **{name: asked}, stream=stream)
+            error = refusal(response, 400, "invalid_request", "Invalid grammar request")
+            assert error["param"] == name and "{" not in error["message"]
+    # Other refusals of the engine keep their words.
+    engine.fail("status", status=400)
+    response = await proxy.call(key, guided_regex="a")
+    assert refusal(response, 400, response.json()["error"]["code"], "scripted")["param"] is None
 
 
 async def test_deep_or_huge_values_cannot_poison_the_record(proxy: Proxy) -> None:
     """What is accepted can be stored, leased and read back; the rest is a 400."""
     session = await proxy.open()
-    key = session["api_key"]
     deep: Any = {}
     for _ in range(800):
         deep = {"a": deep}
@@ -96,35 +96,14 @@ async def test_deep_or_huge_values_cannot_poison_the_record(proxy: Proxy) -> Non
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]},
     ]
     for change in odd:
-        response = await proxy.post(CHAT, {"messages": HELLO, "max_tokens": 2} | change, key)
+        body = {"messages": HELLO, "max_tokens": 2} | change
+        response = await proxy.post(CHAT, body, session["api_key"])
         assert response.status_code in (200, 400), (change.keys(), response.text)
-    await proxy.complete(key)
-    finalized = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert finalized.status_code == 200, finalized.text
+    await proxy.complete(session["api_key"])
+    await finalize(proxy, session, final_reward=1)
     recorded = await proxy.recorded(session["session_id"])
     (trajectory,) = await proxy.lease()
     assert [i.id for i in trajectory.interactions] == [i.id for i in recorded]
-
-
-async def test_metadata_that_could_not_be_stored_is_refused(proxy: Proxy) -> None:
-    deep: Any = {}
-    for _ in range(100):
-        deep = {"a": deep}
-    bad = [
-        b'{"metadata": {"x": "\\ud800"}}',
-        b'{"metadata": {"x": NaN}}',
-        b'{"metadata": {"x": 1' + b"0" * 40 + b"}}",
-        {"metadata": deep},
-        {"metadata": {"x": "y" * 70_000}},
-        {"metadata": 5},
-    ]
-    for body in bad:
-        response = await proxy.post("/rl/v1/start_session", body)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        sorts = ("invalid_json", "too_deep", "integer_too_large")
-        assert error["code"] in sorts or "metadata" in error["message"]
-    assert (await proxy.capacity())["admitted"] == 0
 
 
 async def test_bad_opens_take_no_slot(proxy: Proxy) -> None:
@@ -138,6 +117,8 @@ async def test_bad_opens_take_no_slot(proxy: Proxy) -> None:
         ({"group_size": 9, "group_id": "g"}, "group_size"),
         ({"ttl": 0}, "ttl"),
         ({"wait": -1}, "wait"),
+        ({"metadata": {"x": "y" * 70_000}}, "metadata"),
+        ({"metadata": 5}, "metadata"),
     ):
         response = await proxy.post("/rl/v1/start_session", body)
         error = refusal(response, 400, "invalid_request", "")
@@ -152,12 +133,14 @@ async def test_bad_opens_take_no_slot(proxy: Proxy) -> None:
 
 
 async def test_bad_rewards_change_nothing(proxy: Proxy) -> None:
-    session = await proxy.open()
-    other = await proxy.open()
+    session, other = await proxy.open(), await proxy.open()
     key = session["api_key"]
-    for path, body in (("set_reward", {"reward": 1}), ("finalize", {"final_reward": 1})):
-        empty = await proxy.post(f"/rl/v1/{path}", body, key)
-        refusal(empty, 422, "no_interactions", "")
+
+    async def reward(body: Any, path: str = "set_reward") -> httpx.Response:
+        return await proxy.post(f"/rl/v1/{path}", body, key)
+
+    refusal(await reward({"reward": 1}), 422, "no_interactions", "")
+    refusal(await reward({"final_reward": 1}, "finalize"), 422, "no_interactions", "")
     completion = (await proxy.complete(key))["id"]
     foreign = (await proxy.complete(other["api_key"]))["id"]
     for body in (
@@ -171,30 +154,24 @@ async def test_bad_rewards_change_nothing(proxy: Proxy) -> None:
         {},
         {"reward": 1, "step": 2},
     ):
-        response = await proxy.post("/rl/v1/set_reward", body, key)
-        no_json = isinstance(body, bytes)
-        refusal(response, 400, "invalid_json" if no_json else "invalid_request", "")
-    for reward in (1.000001e6, -1.000001e6, 1e300, -(10**9)):
+        code = "invalid_json" if isinstance(body, bytes) else "invalid_request"
+        refusal(await reward(body), 400, code, "")
+    for value in (1.000001e6, -1.000001e6, 1e300, -(10**9)):
         # Finite, and yet one of them could make the loss of a whole batch infinite.
         for path, field in (("set_reward", "reward"), ("finalize", "final_reward")):
-            response = await proxy.post(f"/rl/v1/{path}", {field: reward}, key)
-            refusal(response, 400, "invalid_request", "between -1e+06 and 1e+06")
-    final = await proxy.post("/rl/v1/finalize", b'{"final_reward": NaN}', key)
-    refusal(final, 400, "invalid_json", "")
-    final = await proxy.post("/rl/v1/finalize", {"final_reward": "1"}, key)
-    refusal(final, 400, "invalid_request", "")
+            refusal(await reward({field: value}, path), 400, "invalid_request", "1e+06")
+    refusal(await reward(b'{"final_reward": NaN}', "finalize"), 400, "invalid_json", "")
+    refusal(await reward({"final_reward": "1"}, "finalize"), 400, "invalid_request", "")
     for id in ("no-such-completion", foreign):
-        response = await proxy.post("/rl/v1/set_reward", {"reward": 1, "completion_id": id}, key)
-        refusal(response, 404, "completion_not_found", id)
+        unknown = await reward({"reward": 1, "completion_id": id})
+        refusal(unknown, 404, "completion_not_found", id)
     two = {"reward": 1, "completion_id": completion, "interaction_id": "x"}
-    refusal(await proxy.post("/rl/v1/set_reward", two, key), 400, "invalid_request", "different")
-    refusal(await proxy.post("/rl/v1/finalize", {}, key), 422, "no_reward", "final_reward")
-    for one in await proxy.recorded(session["session_id"]):
-        assert one.reward is None
-    for bound in (1e6, -1e6):
-        response = await proxy.post("/rl/v1/set_reward", {"reward": bound}, key)
+    refusal(await reward(two), 400, "invalid_request", "different")
+    refusal(await reward({}, "finalize"), 422, "no_reward", "final_reward")
+    assert [one.reward for one in await proxy.recorded(session["session_id"])] == [None]
+    for value in (1e6, -1e6, -2):
+        response = await reward({"reward": value})
         assert response.status_code == 200, response.text
-    response = await proxy.post("/rl/v1/set_reward", {"reward": -2}, key)
     assert response.json() == {
         "status": "success",
         "session_id": session["session_id"],
@@ -231,8 +208,7 @@ async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine
 async def test_calls_without_a_session_or_with_a_wrong_key_are_refused(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    session = await proxy.open()
-    key = session["api_key"]
+    key = (await proxy.open())["api_key"]
     prefix, rank, lane, mac = key.rsplit(".", 3)
     refusal(await proxy.call(None), 401, "no_session", "start_session")
     for bad in (
@@ -244,14 +220,12 @@ async def test_calls_without_a_session_or_with_a_wrong_key_are_refused(
         f"{prefix}.{rank}.{lane}.{mac[:16]}",
         "sk-v1.",
         "sk-v1.٠." + lane + "." + mac,
+        signer(proxy).mint(0)[1],
     ):
         if bad.isascii():
-            response = await proxy.call(bad)
-            refusal(response, 401, "invalid_api_key", "not valid")
+            refusal(await proxy.call(bad), 401, "invalid_api_key", "")
         response = await proxy.post(f"/{bad}{CHAT}", {"messages": HELLO})
-        refusal(response, 401, "invalid_api_key", "not valid")
-    signed_elsewhere = signer(proxy).mint(0)[1]
-    refusal(await proxy.call(signed_elsewhere), 401, "invalid_api_key", "not valid")
+        refusal(response, 401, "invalid_api_key", "")
     response = await proxy.post(f"/ses-0-nothere{CHAT}", {"messages": HELLO})
     refusal(response, 404, "session_not_found", "ses-0-nothere")
     assert engine.requests == []
@@ -259,34 +233,28 @@ async def test_calls_without_a_session_or_with_a_wrong_key_are_refused(
 
 async def test_a_request_that_names_two_sessions_is_refused(proxy: Proxy) -> None:
     one, two = await proxy.open(), await proxy.open()
-    key = one["api_key"]
+    key, other = one["api_key"], two["session_id"]
+    named, talk = {"x-any-agent-session": other}, {"messages": HELLO}
     calls = [
-        proxy.post(CHAT, {"messages": HELLO}, key, **{"x-any-agent-session": two["session_id"]}),
-        proxy.post(CHAT, {"messages": HELLO}, key, **{"x-api-key": two["api_key"]}),
-        proxy.post(
-            f"/{key}{CHAT}", {"messages": HELLO}, **{"x-any-agent-session": two["session_id"]}
-        ),
-        proxy.post("/rl/v1/set_reward", {"reward": 1, "session_id": two["session_id"]}, key),
-        proxy.post(f"{CHAT}?session_id={two['session_id']}", {"messages": HELLO}, key),
-        proxy.post(f"/rl/v1/finalize?session_id={two['session_id']}", {"final_reward": 1}, key),
-        proxy.post(
-            f"/rl/v1/finalize?session_id={two['session_id']}", {"session_id": one["session_id"]}
-        ),
+        proxy.post(CHAT, talk, key, **named),
+        proxy.post(CHAT, talk, key, **{"x-api-key": two["api_key"]}),
+        proxy.post(f"/{key}{CHAT}", talk, **named),
+        proxy.post("/rl/v1/set_reward", {"reward": 1, "session_id": other}, key),
+        proxy.post(f"{CHAT}?session_id={other}", talk, key),
+        proxy.post(f"/rl/v1/finalize?session_id={other}", {"final_reward": 1}, key),
+        proxy.post(f"/rl/v1/finalize?session_id={other}", {"session_id": one["session_id"]}),
     ]
     for response in await asyncio.gather(*calls):
         refusal(response, 400, "session_mismatch", "")
     for session in (one, two):
         assert await proxy.recorded(session["session_id"]) == []
     # The same session named twice is no contradiction.
-    response = await proxy.post(
-        CHAT, {"messages": HELLO}, key, **{"x-any-agent-session": one["session_id"]}
-    )
-    assert response.status_code == 200
+    same = await proxy.post(CHAT, talk, key, **{"x-any-agent-session": one["session_id"]})
+    assert same.status_code == 200
 
 
 async def test_bodies_over_the_limit_are_refused(start: Start) -> None:
-    proxy = await start("server.max_body_bytes=4096")
-    await proxy.admit(5)
+    proxy = await start("server.max_body_bytes=4096", admit=5)
     session = await proxy.open()
     big = b'{"messages": "' + b"x" * 5000 + b'"}'
 
@@ -306,8 +274,7 @@ async def test_bodies_over_the_limit_are_refused(start: Start) -> None:
 
 
 async def test_with_an_admin_key_an_id_alone_opens_nothing(start: Start) -> None:
-    proxy = await start("server.admin_key=operator-secret")
-    await proxy.admit(5)
+    proxy = await start("server.admin_key=operator-secret", admit=5)
     session, other = await proxy.open(), await proxy.open()
     key, id = session["api_key"], session["session_id"]
     body = {"messages": HELLO, "max_tokens": 2}
@@ -339,7 +306,6 @@ async def test_no_route_of_litellm_is_served_beside_the_listed_ones(proxy: Proxy
         "/debug/memory",
         "/key/generate",
         "/ui",
-        "/config/yaml",
         "//settings",
         "/v1/settings",
         "/health/liveliness/../../settings",

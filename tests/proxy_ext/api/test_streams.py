@@ -1,4 +1,4 @@
-"""Likeliest tokens of whole answers, streams and replays; a streamed call, for other tests."""
+"""Likeliest tokens of whole answers, streams and replays; and long answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,6 @@ from any_agent.completions.encoders.chat import ChatEncoder
 from tests.support.proxy import Proxy
 from tests.support.retries import left_with_an_answer, stream_of
 from tests.support.scripted_engine import ScriptedEngine
-
-PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}
-]
-ARGUMENTS = '{"text": "a long text that takes many tokens to write down"}'
-CALL = f'<tool_call>\n{{"name": "find", "arguments": {ARGUMENTS}}}\n</tool_call>'
-
-
-def argument_of(event: dict[str, Any]) -> str:
-    return "".join(
-        call["function"].get("arguments") or ""
-        for choice in event["choices"]
-        for call in choice["delta"].get("tool_calls") or ()
-    )
 
 
 async def test_likeliest_tokens_are_told_whole_streamed_and_replayed(

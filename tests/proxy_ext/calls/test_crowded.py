@@ -8,21 +8,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import pytest
 
 from any_agent.errors import TooManyRequests
 from proxy_ext.calls.concurrency_limit import CallOwner, ConcurrencyLimit
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.proxy_ext.test_metrics import scrape
 from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import Agent
 from tests.support.scripted_engine import ScriptedEngine
-
-
-async def open_raw(proxy: Proxy, **fields: Any) -> httpx.Response:
-    return await proxy.post("/rl/v1/start_session", fields)
-
-
-# -- calls -----------------------------------------------------------------------------------------
+from tests.support.sessions import abort, finalize
 
 
 @asynccontextmanager
@@ -51,31 +47,31 @@ async def test_calls_are_bounded_by_what_the_engine_samples_at_once(
         assert proxy.service.calls.concurrency.limit == 4
         keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(5)]
         async with held_calls(proxy, small, keys[:4]) as calls:
-            turned_away(await proxy.call(keys[4]), 429, "too_many_calls")
+            # A refused call costs nothing, not even a look at its body.
+            garbage = await proxy.post("/v1/chat/completions", b"{" * 100, keys[4])
+            turned_away(garbage, 429, "too_many_calls")
             assert small.most_running == 4
         assert [call.result().status_code for call in calls] == [200] * 4
         await until(lambda: proxy.service.calls.concurrency.in_use == 0)
         await proxy.complete(keys[4])
-        shown = (await proxy.http.get("/metrics")).text
-        assert 'any_agent_calls_limit{rank="0"} 4' in shown
-        assert 'any_agent_calls_refused_total{rank="0"} 1' in shown
+        shown = await scrape(proxy)
+        assert shown("any_agent_calls_limit") == 4
+        assert shown("any_agent_calls_refused_total") == 1
 
 
-@pytest.mark.parametrize(
-    "slots, settings, limit",
-    [
+async def test_the_limit_of_calls_follows_the_engine_and_the_settings(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    for slots, settings, limit in (
         (None, (), 1024),
         (4, ("server.max_inflight_calls=5", "rollout.max_concurrent=64"), 5),
         (4, ("rollout.max_concurrent=64",), 64),
         (4, ("rollout.max_concurrent=8",), 8),
         (600, ("rollout.max_concurrent=8",), 1024),
-    ],
-)
-async def test_the_limit_of_calls_follows_the_engine_and_the_settings(
-    start: Start, engine: ScriptedEngine, slots: int | None, settings: tuple[str, ...], limit: int
-) -> None:
-    engine.slots = slots
-    assert (await start(*settings)).service.calls.concurrency.limit == limit
+    ):
+        engine.slots = slots
+        found = (await start(*settings)).service.calls.concurrency.limit
+        assert found == limit, (slots, settings)
 
 
 async def test_every_way_out_of_a_call_gives_its_place_back(
@@ -83,7 +79,8 @@ async def test_every_way_out_of_a_call_gives_its_place_back(
 ) -> None:
     proxy = await start("server.max_inflight_calls=2", "server.retry_grace=0.1")
     places = proxy.service.calls.concurrency
-    key = (await proxy.open(mode="eval"))["api_key"]
+    session = await proxy.open(mode="eval")
+    key = session["api_key"]
     await proxy.complete(key)
     await proxy.stream(key)
     assert (await proxy.call("sk-v1.0.wrong")).status_code == 401
@@ -92,37 +89,18 @@ async def test_every_way_out_of_a_call_gives_its_place_back(
     engine.fail("status")
     assert (await proxy.call(key)).status_code == 503
     await until(lambda: places.in_use == 0)
-    for marked in ({}, {"x-stainless-retry-count": "0"}):
-        for stream in (False, True):
-            # Its client leaves. One whose SDK marks retries has a while to come again.
+    for stream in (False, True):
+        agent = Agent(proxy, engine, session, stream=stream)
+        # Its client leaves. One whose SDK marks retries has a while to come again.
+        for count in (None, 0):
             event = engine.hold(1)
-            body = {"model": "m", "messages": HELLO, "max_tokens": 4, "stream": stream}
-            headers = {"Authorization": f"Bearer {key}", **marked}
-            with pytest.raises(httpx.ReadTimeout):
-                async with proxy.http.stream(
-                    "POST",
-                    "/v1/chat/completions",
-                    json=body,
-                    headers=headers,
-                    timeout=httpx.Timeout(60, read=0.3),
-                ) as response:
-                    await response.aread()
+            await agent.leave(count)
             await until(lambda: places.in_use == 0)
             event.set()
-    first = await proxy.open(mode="eval")
-    async with held_calls(proxy, engine, [first["api_key"]]):
+    async with held_calls(proxy, engine, [key]):
         assert places.in_use == 1
-        await proxy.post("/rl/v1/finalize", {}, first["api_key"])
+        await finalize(proxy, session)
         await until(lambda: places.in_use == 0)
-
-
-async def test_a_refused_call_costs_nothing(start: Start, engine: ScriptedEngine) -> None:
-    """Not even a look at its body."""
-    proxy = await start("server.max_inflight_calls=1")
-    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
-    async with held_calls(proxy, engine, keys[:1]):
-        garbage = await proxy.post("/v1/chat/completions", b"{" * 100, keys[1])
-        turned_away(garbage, 429, "too_many_calls")
 
 
 async def test_a_session_gets_half_of_the_slots_while_others_call(
@@ -132,14 +110,10 @@ async def test_a_session_gets_half_of_the_slots_while_others_call(
     greedy, modest = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
     await proxy.complete(modest)
     async with held_calls(proxy, engine, [greedy] * 2):
-        refused = await proxy.call(greedy)
-        turned_away(refused, 429, "too_many_calls")
-        assert "this session has 2 of the 4" in refused.json()["error"]["message"]
+        refusal(await proxy.call(greedy), 429, "too_many_calls", "this session has 2 of the 4")
         async with held_calls(proxy, engine, [modest] * 2):
             # The others fill the rest, and then there is none.
-            refused = await proxy.call(modest)
-            turned_away(refused, 429, "too_many_calls")
-            assert "this rank has 4" in refused.json()["error"]["message"]
+            refusal(await proxy.call(modest), 429, "too_many_calls", "this rank has 4")
     await until(lambda: proxy.service.calls.concurrency.in_use == 0)
 
 
@@ -199,37 +173,41 @@ def test_each_choice_of_a_call_counts_as_a_slot_of_its_session() -> None:
     slots.acquire(ALICE)
 
 
-# -- opens -----------------------------------------------------------------------------------------
-
-
 async def test_sessions_that_are_open_are_bounded(start: Start) -> None:
-    proxy = await start("sessions.max_open=2")
+    proxy, start_session = await start("sessions.max_open=2"), "/rl/v1/start_session"
     session = await proxy.open(mode="eval")
     await proxy.open(mode="eval")
-    turned_away(await open_raw(proxy, mode="eval"), 429, "too_many_sessions")
     again = await start("sessions.max_open=2")
-    turned_away(await open_raw(again, mode="eval"), 429, "too_many_sessions")
-    await again.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"])
+    for each in (proxy, again):
+        refused = await each.post(start_session, {"mode": "eval"})
+        turned_away(refused, 429, "too_many_sessions")
+    await abort(again, session)
     await again.open(mode="eval")
-
-
-# -- the store, the process, what stands in front --------------------------------------------------
 
 
 async def test_a_draining_proxy_turns_calls_and_opens_away(proxy: Proxy) -> None:
     key = (await proxy.open(mode="eval"))["api_key"]
     await proxy.service.drain()
     turned_away(await proxy.call(key), 503, "draining")
-    turned_away(await open_raw(proxy), 503, "draining")
+    turned_away(await proxy.post("/rl/v1/start_session", {}), 503, "draining")
 
 
-async def test_too_many_requests_at_once_are_turned_away(proxy: Proxy) -> None:
+async def test_too_many_requests_or_bytes_at_once_are_turned_away(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
     bounds = proxy.front.limits
+    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
     bounds.max_requests = 0
     turned_away(await proxy.http.get("/healthz"), 503, "too_many_requests")
-    bounds.max_requests = 10
-    assert (await proxy.http.get("/healthz")).status_code == 200
-    assert bounds.requests == 0
+    bounds.max_requests, bounds.max_bytes = 10, 50_000
+    long = [{"role": "system", "content": " " * 40_000}, *HELLO]
+    alone = await proxy.call(keys[0], long)
+    assert alone.status_code in (200, 400), alone.text
+    async with held_calls(proxy, engine, keys[:1]):
+        assert 0 < bounds.bytes < 1000
+        bounds.max_bytes = 1000
+        turned_away(await proxy.call(keys[1], long), 503, "too_many_bytes")
+    await until(lambda: bounds.requests == 0 and bounds.bytes == 0)
 
 
 async def test_one_key_leaves_requests_and_bytes_for_others(
@@ -237,7 +215,7 @@ async def test_one_key_leaves_requests_and_bytes_for_others(
 ) -> None:
     bounds = proxy.front.limits
     keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
-    bounds.max_requests = 4
+    bounds.max_requests, bytes_before = 4, bounds.max_bytes
     async with held_calls(proxy, engine, [keys[0]] * 3):
         # Alone it gets more than its half, but not all.
         turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
@@ -249,30 +227,8 @@ async def test_one_key_leaves_requests_and_bytes_for_others(
         assert (await proxy.http.get("/rl/v1/sessions")).status_code == 200
     await until(lambda: bounds.requests == 0 and bounds.bytes == 0)
     assert not bounds.held
-
-
-async def test_a_key_gets_its_half_whatever_others_have(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    bounds = proxy.front.limits
-    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
-    bounds.max_requests = 8
+    bounds.max_requests, bounds.max_bytes = 8, bytes_before
     # The reserve is another key's, up to its own half.
     async with held_calls(proxy, engine, [keys[0]] * 6), held_calls(proxy, engine, [keys[1]]):
         turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
         await proxy.complete(keys[1])
-    await until(lambda: bounds.requests == 0)
-
-
-async def test_too_many_bytes_at_once_are_turned_away(proxy: Proxy, engine: ScriptedEngine) -> None:
-    bounds = proxy.front.limits
-    bounds.max_bytes = 50_000
-    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
-    long = [{"role": "system", "content": " " * 40_000}, *HELLO]
-    alone = await proxy.call(keys[0], long)
-    assert alone.status_code in (200, 400), alone.text
-    async with held_calls(proxy, engine, keys[:1]):
-        assert 0 < bounds.bytes < 1000
-        bounds.max_bytes = 1000
-        turned_away(await proxy.call(keys[1], long), 503, "too_many_bytes")
-    await until(lambda: bounds.requests == 0 and bounds.bytes == 0)

@@ -11,14 +11,19 @@ import orjson
 import pytest
 from starlette.types import Message
 
+from any_agent.completions.params.call import ParseSettings
+from any_agent.completions.params.parse import parse_chat
 from any_agent.engine.model_fingerprint import shape_of
-from any_agent.errors import StoreBusy, StoreFull, StoreUnavailable
+from any_agent.errors import SessionClosed, StoreBusy, StoreFull, StoreUnavailable
+from any_agent.types import GenerationHyperparameters, SessionMode
 from proxy_ext.journal import MarkDelivered, Statement
 from proxy_ext.web.exchange import EventStream
+from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import HELLO, Proxy, noticed_hang_up, turned_away, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import FaultKind
+from tests.support.sessions import abort, finalize, info
 
 _UNTRUE = ("disagree", "spans")
 """What an engine answers that can be read and cannot be true."""
@@ -60,18 +65,15 @@ class SlowJournal:
         await self._commit(*statements)
 
 
-@BOTH
-async def test_a_dead_engine_fails_the_call_and_readiness_alone(start: Start, stream: bool) -> None:
+async def test_a_dead_engine_fails_the_call_and_readiness_alone(start: Start) -> None:
     other = ScriptedEngine()
     async with other.serve() as url:
-        proxy = await start("engine.update_wait=0.1", engine_url=url)
-        await proxy.admit(5)
+        proxy = await start("engine.update_wait=0.1", engine_url=url, admit=5)
         session = await proxy.open()
-    response = await proxy.call(session["api_key"], stream=stream)
-    assert response.status_code == 503
-    assert int(response.headers["retry-after"]) >= 1
-    assert "x-should-retry" not in response.headers
-    assert response.json()["error"]["code"] == "engine_unavailable"
+    for stream in (False, True):
+        response = await proxy.call(session["api_key"], stream=stream)
+        turned_away(response, 503, "engine_unavailable")
+        assert "x-should-retry" not in response.headers
     assert (await proxy.http.get("/readyz")).status_code == 503
     assert (await proxy.http.get("/healthz")).status_code == 200
     assert await proxy.recorded(session["session_id"]) == []
@@ -85,17 +87,16 @@ async def test_a_call_survives_an_engine_that_is_killed_and_restarted(
     session = await proxy.open()
     key = session["api_key"]
     engine.hold(3)
-    if stream:
-        call: asyncio.Task[Any] = asyncio.create_task(proxy.stream(key))
-    else:
-        call = asyncio.create_task(proxy.complete(key))
+    call = asyncio.create_task(proxy.call(key, stream=stream))
     await until(lambda: any(len(r.ids) == 3 for r in engine.running.values()))
     await engine.die()
     await until(lambda: proxy.service.engine.away)
     late = asyncio.create_task(proxy.complete(key, max_tokens=2))
     assert (await proxy.http.get("/readyz")).status_code == 503
     await engine.revive("4")
-    await asyncio.gather(call, late)
+    await late
+    answer = await call
+    assert answer.text.endswith("data: [DONE]\n\n") if stream else answer.json()
     recorded = {len(i.output_ids): i for i in await proxy.recorded(session["session_id"])}
     known = 3 if stream else 0
     assert recorded[8].output_versions.tolist() == [0] * known + [4] * (8 - known)
@@ -161,30 +162,37 @@ async def test_ending_a_session_aborts_its_calls(
     key, id = session["api_key"], session["session_id"]
     first = await proxy.complete(key)
     engine.hold(2)
-    if stream:
-        call: asyncio.Task[Any] = asyncio.create_task(proxy.stream(key))
-    else:
-        call = asyncio.create_task(proxy.call(key))
+    call: asyncio.Task[Any] = asyncio.create_task(proxy.stream(key) if stream else proxy.call(key))
     await until(lambda: any(len(r.ids) == 2 for r in engine.running.values()))
-    if how == "finalize":
-        response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    else:
-        response = await proxy.post(f"/rl/v1/sessions/{id}/abort", {}, key)
-    assert response.status_code == 200, response.text
-    assert response.json()["interactions"] == 1
+    end = finalize(proxy, session, final_reward=1) if how == "finalize" else abort(proxy, session)
+    assert (await end)["interactions"] == 1
     if stream:
         events, done = await call
-        assert not done
-        error = events[-1]["error"]
+        assert not done and events[-1]["error"]["code"] == "session_closed"
     else:
-        answer = await call
-        assert answer.status_code == 410
-        error = answer.json()["error"]
-    assert error["code"] == "session_closed"
-    assert "session was ended" in error["message"]
+        refusal(await call, 410, "session_closed", "session was ended")
     await until(lambda: engine.aborted, "the engine's request was not cancelled")
     await until(lambda: not engine.running)
     assert [i.id for i in await proxy.recorded(id)] == [first["id"]]
+
+
+async def test_a_call_aborted_before_it_began_tells_its_caller(proxy: Proxy) -> None:
+    service = proxy.service
+    sampling = GenerationHyperparameters(max_new_tokens=8)
+    chat = parse_chat({"messages": HELLO}, ParseSettings(SessionMode.EVAL, sampling, "m"))
+    session = service.sessions.live[(await proxy.open())["session_id"]]
+    prepared, place = service.completer.prepare(chat, None), service.calls.acquire_slot()
+    listener = service.calls.start(prepared, session, stream=False, slot=place)
+    # A finalize that was scheduled in the same moment: the call's task has not run at all.
+    listener.call.abort("the session was ended")
+    async with asyncio.timeout(60):
+        with pytest.raises(SessionClosed):
+            await listener.next()
+    listener.slot = place
+    await service.calls.release(listener)
+    assert len(service.calls) == service.calls.concurrency.in_use == 0
+    assert service.calls.stats.ended["train", "aborted"] == 1
+    assert not session.calls
 
 
 @BOTH
@@ -251,7 +259,7 @@ async def test_a_failing_store_fails_every_write_and_nothing_is_remembered(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
 ) -> None:
     session = await proxy.open()
-    key, path = session["api_key"], f"/rl/v1/sessions/{session['session_id']}"
+    key = session["api_key"]
     await proxy.complete(key)
 
     async def broken(*_: Statement) -> None:
@@ -263,26 +271,29 @@ async def test_a_failing_store_fails_every_write_and_nothing_is_remembered(
         events, done = await proxy.stream(key)
         assert not done
         assert events[-1]["error"]["code"] == code
+        abort_path = f"sessions/{session['session_id']}/abort"
+        for path, body, by in (
+            ("set_reward", {"reward": 3}, key),
+            ("finalize", {"final_reward": 1}, key),
+            (abort_path, {}, key),
+            ("start_session", {}, None),
+            ("start_session", grouped, None),
+            ("start_session", {"mode": "eval"}, None),
+        ):
+            turned_away(await proxy.post(f"/rl/v1/{path}", body, by), status, code)
         turned_away(await proxy.call(key), status, code)
-        turned_away(await proxy.post("/rl/v1/set_reward", {"reward": 3}, key), status, code)
-        turned_away(await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key), status, code)
-        turned_away(await proxy.post(f"{path}/abort", {}, key), status, code)
-        for opened in ({}, grouped, {"mode": "eval"}):
-            turned_away(await proxy.post("/rl/v1/start_session", opened), status, code)
     # Neither calls and rewards, nor slots, nor the group.
-    info = (await proxy.http.get(path)).json()
-    assert (info["state"], info["interactions"], info["rewards"]) == ("open", 1, {})
+    now = await info(proxy, session)
+    assert (now["state"], now["interactions"], now["rewards"]) == ("open", 1, {})
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"], now["running"]) == (1, 0, 1)
     await until(lambda: proxy.service.calls.concurrency.in_use == 0)
     await proxy.open(**grouped)
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert response.status_code == 200
+    await finalize(proxy, session, final_reward=1)
 
 
 async def test_a_client_that_sends_half_a_body_is_cut_off(start: Start) -> None:
-    proxy = await start("server.client_timeout=1")
-    await proxy.admit(5)
+    proxy = await start("server.client_timeout=1", admit=5)
     session = await proxy.open()
     host, port = proxy.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -324,37 +335,43 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
 async def test_an_unexpected_failure_is_an_answer(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = await proxy.open()
+    key = (await proxy.open())["api_key"]
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret detail")
 
-    for part in ("prepare", "run"):
+    body = {"messages": HELLO, "max_tokens": 8}
+    for part, path in (
+        ("prepare", "/v1/chat/completions"),
+        ("run", "/v1/chat/completions"),
+        ("run", "/v1/messages"),
+        ("find", "/v1/messages/count_tokens"),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(proxy.service.completer, part, broken)
-            response = await proxy.call(session["api_key"])
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
-        assert "secret" not in response.text
-    await proxy.complete(session["api_key"])
+            response = await proxy.post(path, body, key)
+        assert response.status_code == 500 and "secret" not in response.text
+        error = response.json()["error"]
+        assert error["code"] == "internal_error"
+        assert error["type"] == ("api_error" if "messages" in path else "server_error")
+    await proxy.complete(key)
 
 
-@BOTH
 async def test_an_unreadable_answer_reaches_no_log(
     start: Start,
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    stream: bool,
 ) -> None:
     """Not even its beginning: it may be what agent and model said, which is not to be kept."""
     said = b"what the agent said in confidence"
-    proxy = await start("sessions.store_content=false", "engine.update_wait=0.2")
-    await proxy.admit(5)
-    session = await proxy.open()
+    proxy = await start("sessions.store_content=false", "engine.update_wait=0.2", admit=5)
+    key = (await proxy.open())["api_key"]
+    caplog.set_level("DEBUG")
     for form in (b'{"text": "%s"}', b'{"error": "%s"}', b"%s", b'"%s"'):
         monkeypatch.setattr(engine, "_event", lambda *_, form=form: form % said)
-        with caplog.at_level("DEBUG"):
-            response = await proxy.call(session["api_key"], stream=stream)
-        assert response.status_code in (502, 503), response.text
-        assert said.decode() not in response.text
+        for stream in (False, True):
+            response = await proxy.call(key, stream=stream)
+            assert response.status_code in (502, 503), response.text
+            assert said.decode() not in response.text
     assert said.decode() not in caplog.text

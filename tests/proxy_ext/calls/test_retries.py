@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import orjson
 import pytest
 
@@ -11,6 +12,7 @@ from proxy_ext.calls import retries
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.retries import (
+    Agent,
     agent_of,
     hang_up,
     left,
@@ -54,13 +56,20 @@ async def test_a_recorded_answer_is_replayed_as_it_was(
     assert await agent.end() == [None, None]
 
 
+async def asked(
+    proxy: Proxy, engine: ScriptedEngine
+) -> tuple[Agent, asyncio.Event, asyncio.Task[httpx.Response]]:
+    """An agent, what the engine goes on with, and its call, whose client stays."""
+    agent = await agent_of(proxy, engine)
+    go_on, first = engine.hold(3), agent.begin(0)
+    await until(lambda: len(engine.requests) == 1)
+    return agent, go_on, first
+
+
 async def test_a_retry_waits_for_the_news_that_the_client_left(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    first = agent.begin(0)
-    await until(lambda: len(engine.requests) == 1)
+    agent, go_on, first = await asked(proxy, engine)
     again = agent.begin(1)
     await until(lambda: agent.calls[0].watchers, "it waits")
     await hang_up(first)
@@ -74,10 +83,7 @@ async def test_a_retry_of_a_call_whose_client_stays_is_a_call(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "NEWS_SECONDS", 0.05)
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    first = agent.begin(0)
-    await until(lambda: len(engine.requests) == 1)
+    agent, go_on, first = await asked(proxy, engine)
     other = await agent.ask(1)
     go_on.set()
     assert other.json()["id"] != (await first).json()["id"]
@@ -88,10 +94,7 @@ async def test_a_retry_that_waits_is_let_go_by_the_answer(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "NEWS_SECONDS", LIMIT)
-    agent = await agent_of(proxy, engine)
-    go_on = engine.hold(3)
-    first = agent.begin(0)
-    await until(lambda: len(engine.requests) == 1)
+    agent, go_on, first = await asked(proxy, engine)
     again = agent.begin(1)
     await until(lambda: agent.calls[0].watchers, "it waits")
     go_on.set()
@@ -166,12 +169,11 @@ async def test_a_stream_is_taken_up_from_its_beginning(
     if when == "recorded":
         go_on.set()
         await agent.answered()
-        whole, ended = await stream_of(agent, 1)
-    else:
-        again = asyncio.create_task(stream_of(agent, 1))
+    again = asyncio.create_task(stream_of(agent, 1))
+    if when == "in flight":
         await until(lambda: not agent.calls[0].vacant)
         go_on.set()
-        whole, ended = await again
+    whole, ended = await again
     assert ended
     (recorded,) = await agent.recorded()
     assert {e["id"] for e in begun + whole} == {recorded.id}
@@ -182,12 +184,14 @@ async def test_a_stream_is_taken_up_from_its_beginning(
     assert await agent.end() == [None]
 
 
-async def test_a_client_without_retry_marks_ends_its_call_by_leaving(
-    proxy: Proxy, engine: ScriptedEngine
+@pytest.mark.parametrize(("grace", "count"), [("60", None), ("0.05", 0)], ids=["unmarked", "late"])
+async def test_a_call_that_nobody_can_come_back_for_ends(
+    start: Start, engine: ScriptedEngine, grace: str, count: int | None
 ) -> None:
+    proxy = await start(f"server.retry_grace={grace}", admit=5)
     agent = await agent_of(proxy, engine)
     engine.hold(3)
-    await agent.leave(None)
+    await agent.leave(count)
     await until(lambda: engine.cancelled or engine.aborted, "the generation ends")
     await until(lambda: not agent.calls)
     # Nothing is left to be taken up.
@@ -195,23 +199,10 @@ async def test_a_client_without_retry_marks_ends_its_call_by_leaving(
     assert len(engine.requests) == 2
 
 
-async def test_a_call_that_nobody_comes_back_for_ends(start: Start, engine: ScriptedEngine) -> None:
-    proxy = await start("server.retry_grace=0.05")
-    await proxy.admit(5)
-    agent = await agent_of(proxy, engine)
-    engine.hold(3)
-    await agent.leave(0)
-    await until(lambda: engine.cancelled or engine.aborted, "the generation ends")
-    await until(lambda: not agent.calls)
-    assert (await agent.ask(1)).status_code == 200
-    assert len(engine.requests) == 2
-
-
 async def test_an_answer_that_nobody_comes_back_for_is_not_trained_on(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.retry_grace=3")
-    await proxy.admit(5)
+    proxy = await start("server.retry_grace=3", admit=5)
     agent, go_on = await left(proxy, engine)
     go_on.set()
     await until(lambda: not agent.calls)
@@ -241,8 +232,7 @@ async def test_an_answer_whose_session_ends_before_a_retry_is_not_trained_on(
 async def test_an_answer_that_was_continued_was_received(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.retry_grace=3")
-    await proxy.admit(5)
+    proxy = await start("server.retry_grace=3", admit=5)
     agent = await left_with_an_answer(proxy, engine)
     (recorded,) = await agent.recorded()
     messages = [*HELLO, recorded.output_message, {"role": "user", "content": "And?"}]

@@ -124,8 +124,7 @@ async def test_a_failing_search_of_the_store_hides_no_unheard_answer(
 async def test_a_failing_mark_in_the_store_hides_no_unheard_answer(
     start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    proxy = await start("server.retry_grace=0.05")
-    await proxy.admit(5)
+    proxy = await start("server.retry_grace=0.05", admit=5)
     agent = await agent_of(proxy, engine)
     commit = proxy.service.journal.commit
 

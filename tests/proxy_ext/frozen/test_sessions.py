@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from any_agent.chat import ChatFormat
 from any_agent.config import FrozenConfig
 from any_agent.errors import ConfigError, SpendCapExceeded
 from any_agent.types import Continuation
@@ -24,9 +20,9 @@ from tests.proxy_ext.test_metrics import scrape
 from tests.proxy_ext.test_tenants import ADMIN, Tenants
 from tests.support.errors import fails_with
 from tests.support.frozen import ANSWER_USD, ScriptedProvider, chat_body, events_of, refused
-from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, turned_away, until
-from tests.support.proxy_fixtures import Start
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.proxy import HELLO, Proxy, turned_away, until
+from tests.support.proxy_fixtures import Restart, Start
+from tests.support.sessions import finalize, info
 
 CHAT = "/v1/chat/completions"
 CAP = "frozen.session_usd=1"
@@ -40,8 +36,7 @@ def provider() -> ScriptedProvider:
 
 @pytest.fixture
 async def proxy(start: Start, provider: ScriptedProvider) -> Proxy:
-    proxy = await start(provider=provider)
-    await proxy.admit(100)
+    proxy = await start(provider=provider, admit=100)
     return proxy
 
 
@@ -52,16 +47,14 @@ async def judged(proxy: Proxy, session: dict[str, Any], **fields: Any) -> httpx.
 async def mixed(proxy: Proxy) -> tuple[dict[str, Any], list[str]]:
     """A session with two turns of the policy, and a judge's call before, between and after them."""
     session = await proxy.open(task_id="t", group_size=1)
-    key = session["api_key"]
+    talk, ids = [*HELLO], []
+    for _ in range(2):
+        assert (await judged(proxy, session, messages=talk)).is_success
+        answer = await proxy.complete(session["api_key"], talk)
+        ids.append(answer["id"])
+        talk += [answer["choices"][0]["message"], {"role": "user", "content": "Another."}]
     assert (await judged(proxy, session)).is_success
-    first = await proxy.complete(key)
-    assert (
-        await judged(proxy, session, messages=[*HELLO, first["choices"][0]["message"]])
-    ).is_success
-    turn = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "Another."}]
-    second = await proxy.complete(key, turn)
-    assert (await judged(proxy, session)).is_success
-    return session, [first["id"], second["id"]]
+    return session, ids
 
 
 async def test_frozen_calls_never_enter_the_tree_of_the_policy(proxy: Proxy) -> None:
@@ -71,43 +64,31 @@ async def test_frozen_calls_never_enter_the_tree_of_the_policy(proxy: Proxy) -> 
     assert len(recorded) == 5
     second = next(i for i in recorded if i.id == ids[1])
     assert (second.parent_id, second.continuation) == (ids[0], Continuation.EXACT)
-    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert info["interactions"] == 2
+    assert (await info(proxy, session))["interactions"] == 2
     rewarded = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, session["api_key"])
     assert rewarded.json()["interaction_id"] == ids[1]
     judge = next(i.id for i in recorded if i.id not in ids)
     named = {"reward": 1.0, "interaction_id": judge}
-    refused(
-        await proxy.post("/rl/v1/set_reward", named, session["api_key"]),
-        404,
-        "completion_not_found",
-    )
-    assert (await proxy.post("/rl/v1/finalize", {}, session["api_key"])).is_success
+    unknown = await proxy.post("/rl/v1/set_reward", named, session["api_key"])
+    refused(unknown, 404, "completion_not_found")
+    await finalize(proxy, session)
     (trajectory,) = await proxy.lease()
     assert [i.id for i in trajectory.interactions] == ids
 
 
 async def test_frozen_calls_stay_recorded_and_out_of_training_after_a_restart(
-    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
+    restart: Restart,
 ) -> None:
-    config = config_for(tmp_path)
-    run: Callable[[], Any] = lambda: running_proxy(  # noqa: E731
-        config, chat, engine_url=engine.url, provider=ScriptedProvider()
-    )
-    async with run() as proxy:
-        await proxy.admit(100)
-        session, ids = await mixed(proxy)
-        before = await proxy.recorded(session["session_id"])
-    async with run() as proxy:
-        await proxy.admit(100)
-        after = await proxy.recorded(session["session_id"])
-        assert [i.id for i in after] == [i.id for i in before]
-        assert [i.request for i in after] == [i.request for i in before]
-        assert (await judged(proxy, session)).is_success
-        done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, session["api_key"])
-        assert done.is_success, done.text
-        exported = await proxy.export(session["session_id"], style="individual")
-        assert sorted(exported[session["session_id"]]) == sorted(ids)
+    proxy = await restart(provider=ScriptedProvider())
+    session, ids = await mixed(proxy)
+    before = await proxy.recorded(session["session_id"])
+    proxy = await restart(provider=ScriptedProvider())
+    after = await proxy.recorded(session["session_id"])
+    assert [(i.id, i.request) for i in after] == [(i.id, i.request) for i in before]
+    assert (await judged(proxy, session)).is_success
+    await finalize(proxy, session, final_reward=1.0)
+    exported = await proxy.export(session["session_id"], style="individual")
+    assert sorted(exported[session["session_id"]]) == sorted(ids)
 
 
 async def test_exports_for_training_leave_frozen_calls_out(proxy: Proxy) -> None:
@@ -123,24 +104,22 @@ async def test_exports_for_training_leave_frozen_calls_out(proxy: Proxy) -> None
 
 
 async def test_a_session_of_frozen_calls_alone_has_no_interactions(proxy: Proxy) -> None:
-    session = await proxy.open(task_id="t")
+    session, other = await proxy.open(task_id="t"), await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     rewarded = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, session["api_key"])
     refused(rewarded, 422, "no_interactions")
-    other = await proxy.open(task_id="t")
-    told = [
+    done, empty = [
         await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, one["api_key"])
         for one in (session, other)
     ]
-    assert told[0].status_code == told[1].status_code
-    assert told[0].json().keys() == told[1].json().keys()
+    assert done.status_code == empty.status_code
+    assert done.json().keys() == empty.json().keys()
 
 
 async def test_without_stored_content_frozen_calls_keep_no_texts(
     start: Start, provider: ScriptedProvider
 ) -> None:
-    proxy = await start("sessions.store_content=false", provider=provider)
-    await proxy.admit(10)
+    proxy = await start("sessions.store_content=false", provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session, user="somebody")).is_success
     (recorded,) = await proxy.recorded(session["session_id"])
@@ -149,89 +128,64 @@ async def test_without_stored_content_frozen_calls_keep_no_texts(
     assert recorded.request["frozen"]["cost_usd"] == ANSWER_USD
 
 
-# -- caps --------------------------------------------------------------------------------------
-
-
-async def test_a_sessions_cap_refuses_further_frozen_calls(
-    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
-) -> None:
-    config = config_for(tmp_path, CAP)
-    async with AsyncExitStack() as stack:
-        run = running_proxy(config, chat, engine_url=engine.url, provider=ScriptedProvider())
-        proxy = await stack.enter_async_context(run)
-        await proxy.admit(100)
-        session, other = await proxy.open(task_id="t"), await proxy.open(task_id="t")
-        for _ in range(2):
-            assert (await judged(proxy, session)).is_success
+async def test_a_sessions_cap_refuses_further_frozen_calls(restart: Restart) -> None:
+    proxy = await restart(CAP, provider=ScriptedProvider())
+    session, other = await proxy.open(task_id="t"), await proxy.open(task_id="t")
+    for _ in range(2):
+        assert (await judged(proxy, session)).is_success
     provider = ScriptedProvider()
-    async with running_proxy(config, chat, engine_url=engine.url, provider=provider) as proxy:
-        await proxy.admit(100)
-        # The third takes it over the cap: what one costs is known when it has ended.
-        await events_of(proxy, CHAT, chat_body(), session["api_key"])
-        for more in ({}, {"stream": True}):
-            said = refused(await judged(proxy, session, **more), 402, "spend_cap_exceeded")
-            assert "1.11 USD" in said and "frozen.session_usd" in said
-        assert len(provider.judge.asked) == 1
-        await proxy.complete(session["api_key"])
-        assert (await judged(proxy, other)).is_success
-        shown = await scrape(proxy)
-        assert shown("any_agent_frozen_calls_refused_total", cap="session") == 2
-        assert shown("any_agent_frozen_usd_total", model="judge") == pytest.approx(2 * ANSWER_USD)
-        done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, session["api_key"])
-        assert done.is_success, done.text
-
-
-async def test_a_refusal_has_anthropics_shape(start: Start, provider: ScriptedProvider) -> None:
-    proxy = await start("frozen.session_usd=0", provider=provider)
-    await proxy.admit(10)
-    session = await proxy.open(task_id="t")
+    proxy = await restart(CAP, provider=provider)
+    # The third takes it over the cap: what one costs is known when it has ended.
+    await events_of(proxy, CHAT, chat_body(), session["api_key"])
+    for more in ({}, {"stream": True}):
+        said = refused(await judged(proxy, session, **more), 402, "spend_cap_exceeded")
+        assert "1.11 USD" in said and "frozen.session_usd" in said
     body = chat_body(max_tokens=8)
     response = await proxy.post("/v1/messages", body, session["api_key"])
     refused(response, 402, "spend_cap_exceeded")
-    assert response.json()["type"] == "error"
-    assert response.json()["error"]["type"] == "billing_error"
-    assert not provider.judge.asked
+    assert response.json()["error"]["type"] == "billing_error", "in Anthropic's shape"
+    assert len(provider.judge.asked) == 1
+    await proxy.complete(session["api_key"])
+    assert (await judged(proxy, other)).is_success
+    shown = await scrape(proxy)
+    assert shown("any_agent_frozen_calls_refused_total", cap="session") == 3
+    assert shown("any_agent_frozen_usd_total", model="judge") == pytest.approx(2 * ANSWER_USD)
+    await finalize(proxy, session, final_reward=1.0)
 
 
-async def test_a_tenants_cap_spans_its_sessions(
-    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
-) -> None:
-    config = config_for(tmp_path, ADMIN, "frozen.tenant_usd=2", "server.ranks=2")
+async def test_a_tenants_cap_spans_its_sessions(restart: Restart) -> None:
     # Of two ranks each enforces its half.
-    run: Callable[[], Any] = lambda: running_proxy(  # noqa: E731
-        config, chat, engine_url=engine.url, provider=ScriptedProvider()
-    )
-    async with run() as proxy:
-        tenants = Tenants(proxy)
-        alice, bob = tenants.key("alice"), tenants.key("bob")
-        for _ in range(3):
-            session = (await tenants.open(alice)).json()
-            assert (await judged(proxy, session)).is_success
-            await proxy.http.delete(f"/rl/v1/sessions/{session['session_id']}")
-    async with run() as proxy:
-        tenants = Tenants(proxy)
+    settings = (ADMIN, "frozen.tenant_usd=2", "server.ranks=2")
+    proxy = await restart(*settings, provider=ScriptedProvider())
+    tenants = Tenants(proxy)
+    alice, bob = tenants.key("alice"), tenants.key("bob")
+    for _ in range(3):
         session = (await tenants.open(alice)).json()
-        said = refused(await judged(proxy, session), 402, "spend_cap_exceeded")
-        assert "tenant alice has spent 1.11" in said
-        await proxy.complete(session["api_key"])
-        assert (await judged(proxy, (await tenants.open(bob)).json())).is_success
+        assert (await judged(proxy, session)).is_success
+        await proxy.http.delete(f"/rl/v1/sessions/{session['session_id']}")
+    proxy = await restart(*settings, provider=ScriptedProvider())
+    tenants = Tenants(proxy)
+    session = (await tenants.open(alice)).json()
+    said = refused(await judged(proxy, session), 402, "spend_cap_exceeded")
+    assert "tenant alice has spent 1.11" in said
+    await proxy.complete(session["api_key"])
+    assert (await judged(proxy, (await tenants.open(bob)).json())).is_success
 
 
 @pytest.mark.parametrize("cap", ["session", "tenant"])
-async def test_a_cap_holds_without_sessions(
-    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine, cap: str
-) -> None:
+async def test_a_cap_holds_without_sessions(restart: Restart, cap: str) -> None:
     """Nothing is trained, and nobody is a tenant."""
-    config = config_for(tmp_path, f"frozen.{cap}_usd=2", "server.ranks=2")
-    run: Callable[[], Any] = lambda: running_proxy(  # noqa: E731
-        config, chat, engine_url=engine.url, provider=ScriptedProvider(), training=False
-    )
-    async with run() as proxy:
-        for _ in range(3):
-            assert (await proxy.post(CHAT, chat_body())).is_success
-    async with run() as proxy:
-        said = refused(await proxy.post(CHAT, chat_body()), 402, "spend_cap_exceeded")
-        assert "1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
+
+    async def again() -> Proxy:
+        settings = (f"frozen.{cap}_usd=2", "server.ranks=2")
+        return await restart(*settings, admit=None, training=False, provider=ScriptedProvider())
+
+    proxy = await again()
+    for _ in range(3):
+        assert (await proxy.post(CHAT, chat_body())).is_success
+    proxy = await again()
+    said = refused(await proxy.post(CHAT, chat_body()), 402, "spend_cap_exceeded")
+    assert "1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
 
 
 async def test_each_spend_cap_is_charged_with_its_own_calls(proxy: Proxy) -> None:
@@ -275,8 +229,7 @@ async def test_a_usage_without_prompt_tokens_is_estimated(
 
     provider.judge.cost = cost  # type: ignore[assignment,method-assign]
     provider.judge.usage = {"prompt_tokens": 0, "completion_tokens": 3, "total_tokens": 3}
-    proxy = await start(provider=provider)
-    await proxy.admit(10)
+    proxy = await start(provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     (recorded,) = await proxy.recorded(session["session_id"])
@@ -298,35 +251,11 @@ def test_cached_prompt_tokens_count_as_a_reported_prompt() -> None:
     assert ids_in([{"role": "user", "content": [1, 2]}, {"role": "user", "content": "a"}]) == 2
 
 
-async def test_a_provider_tool_is_refused_in_the_shape_of_anthropic(proxy: Proxy) -> None:
-    session = await proxy.open(task_id="t")
-    search = {"type": "web_search_20250305", "name": "web_search"}
-    body = chat_body(max_tokens=8, tools=[search])
-    response = await proxy.post("/v1/messages", body, session["api_key"])
-    assert "web_search_20250305" in refused(response, 400, "unsupported_parameter")
-    assert response.json()["type"] == "error"
-
-
-async def test_a_client_that_leaves_is_charged_for_its_frozen_call(
-    start: Start, provider: ScriptedProvider
-) -> None:
-    proxy = await start("frozen.session_usd=0.1", provider=provider)
-    await proxy.admit(10)
-    session = await proxy.open(task_id="t")
-    provider.judge.may_answer.clear()
-    asking = asyncio.create_task(judged(proxy, session))
-    await until(lambda: provider.judge.asked)
-    asking.cancel()
-    await until(lambda: not len(proxy.service.frozen))
-    refused(await judged(proxy, session), 402, "spend_cap_exceeded")
-
-
 async def test_calls_without_a_price_are_counted_and_refuse_a_cap_at_the_start(
     start: Start, provider: ScriptedProvider
 ) -> None:
     provider.judge.price = None
-    proxy = await start(provider=provider)
-    await proxy.admit(10)
+    proxy = await start(provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     assert (await judged(proxy, session)).is_success
     assert (await scrape(proxy))("any_agent_frozen_unpriced_calls_total", model="judge") == 1
@@ -336,14 +265,11 @@ async def test_calls_without_a_price_are_counted_and_refuse_a_cap_at_the_start(
         require_prices(FrozenConfig(tenant_usd=1), provider)  # type: ignore[call-arg]
 
 
-# -- the rest ----------------------------------------------------------------------------------
-
-
 async def test_frozen_calls_are_bounded_apart_from_calls_of_the_policy(
     start: Start, provider: ScriptedProvider
 ) -> None:
-    proxy = await start("frozen.max_calls=2", "server.max_inflight_calls=1", provider=provider)
-    await proxy.admit(10)
+    settings = ("frozen.max_calls=2", "server.max_inflight_calls=1")
+    proxy = await start(*settings, provider=provider, admit=10)
     session = await proxy.open(task_id="t")
     provider.judge.may_answer.clear()
     asking = [asyncio.create_task(judged(proxy, session)) for _ in range(2)]
@@ -366,61 +292,42 @@ async def test_the_policy_and_frozen_models_are_listed(proxy: Proxy) -> None:
     listed = (await proxy.http.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed] == ["policy", "judge"]
     assert (await proxy.http.get("/v1/models/judge")).json() == listed[1]
-    said = refused(await proxy.http.get("/v1/models/other"), 404, "model_not_found")
-    assert "'policy'" in said and "'judge'" in said
+    refused(await proxy.http.get("/v1/models/other"), 404, "model_not_found")
 
 
 async def test_an_unknown_model_is_refused_where_the_setting_says_so(
     start: Start, provider: ScriptedProvider
 ) -> None:
-    proxy = await start(
-        "model.unknown_model=reject", "model.policy_names=gpt-4o,mine", provider=provider
-    )
-    await proxy.admit(10)
-    session = await proxy.open(task_id="t")
-    answers: list[Awaitable[httpx.Response]] = [
-        proxy.call(session["api_key"], model=name) for name in ("policy", "gpt-4o", "mine", "judge")
-    ]
-    assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 4
-    said = refused(await proxy.call(session["api_key"], model="gpt-5"), 404, "model_not_found")
+    settings = ("model.unknown_model=reject", "model.policy_names=gpt-4o,mine")
+    proxy = await start(*settings, provider=provider, admit=10)
+    key = (await proxy.open(task_id="t"))["api_key"]
+    for name in ("policy", "gpt-4o", "mine", "judge"):
+        assert (await proxy.call(key, model=name)).status_code == 200
+    said = refused(await proxy.call(key, model="gpt-5"), 404, "model_not_found")
     assert "'gpt-5'" in said and "'policy'" in said
     names = (await scrape(proxy)).labels("any_agent_policy_calls_by_name_total", "name")
     assert names == {"policy", "gpt-4o", "mine"}
 
 
-async def test_the_policy_makes_no_embeddings(proxy: Proxy) -> None:
-    session = await proxy.open(task_id="t")
-    named = {"model": "text-embedding-3-small", "input": "a"}
-    response = await proxy.post("/v1/embeddings", named, session["api_key"])
+async def test_the_policy_makes_no_embeddings_and_counts_no_others_tokens(proxy: Proxy) -> None:
+    key, path = (await proxy.open(task_id="t"))["api_key"], "/v1/embeddings"
+    response = await proxy.post(path, {"model": "text-embedding-3-small", "input": "a"}, key)
     assert "frozen.model_list" in refused(response, 404, "model_not_found")
     bodies: list[Any] = [{"input": "a"}, {"surprise": 1}, {"model": 1}, [], None]
     for body in bodies:
-        response = await proxy.post("/v1/embeddings", body, session["api_key"])
-        refused(response, 400, "invalid_request")
+        refused(await proxy.post(path, body, key), 400, "invalid_request")
     streamed = {"model": "judge", "input": "a", "stream": True}
-    refused(
-        await proxy.post("/embeddings", streamed, session["api_key"]), 400, "unsupported_parameter"
-    )
+    refused(await proxy.post("/embeddings", streamed, key), 400, "unsupported_parameter")
+    counted = await proxy.post("/v1/messages/count_tokens", chat_body(), key)
+    assert "policy's tokens" in refused(counted, 400, "invalid_request")
 
 
-async def test_tokens_of_another_model_are_not_counted(proxy: Proxy) -> None:
-    session = await proxy.open(task_id="t")
-    path = "/v1/messages/count_tokens"
-    response = await proxy.post(path, {"model": "judge", "messages": HELLO}, session["api_key"])
-    assert "policy's tokens" in refused(response, 400, "invalid_request")
-
-
-async def test_a_frozen_call_needs_a_session_in_training(
+async def test_a_frozen_model_is_called_without_a_session_only_where_nothing_is_trained(
     start: Start, provider: ScriptedProvider
 ) -> None:
     training = await start(provider=provider)
     refused(await training.post(CHAT, chat_body()), 401, "no_session")
     assert not provider.judge.asked
-
-
-async def test_a_frozen_model_is_called_without_training(
-    start: Start, provider: ScriptedProvider
-) -> None:
     proxy = await start(training=False, provider=provider)
     response = await proxy.post(CHAT, chat_body())
     assert response.is_success
@@ -429,19 +336,12 @@ async def test_a_frozen_model_is_called_without_training(
     assert proxy.service.frozen.stats.usd["judge"] == ANSWER_USD
 
 
-async def test_the_end_of_the_service_ends_calls(
-    start: Start, tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
-) -> None:
-    provider = ScriptedProvider()
+async def test_the_end_of_the_service_ends_calls(proxy: Proxy, provider: ScriptedProvider) -> None:
     provider.judge.may_answer.clear()
-    config = config_for(tmp_path)
-    async with running_proxy(config, chat, engine_url=engine.url, provider=provider) as proxy:
-        await proxy.admit(10)
-        session = await proxy.open(task_id="t")
-        call = asyncio.create_task(judged(proxy, session))
-        await until(lambda: provider.judge.asked)
-        asking = proxy.service.frozen.close()
-        await asking
-        assert not len(proxy.service.frozen)
-        assert provider.closed
-        await asyncio.wait([call])
+    session = await proxy.open(task_id="t")
+    call = asyncio.create_task(judged(proxy, session))
+    await until(lambda: provider.judge.asked)
+    await proxy.service.frozen.close()
+    assert not len(proxy.service.frozen)
+    assert provider.closed
+    await asyncio.wait([call])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import threading
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,23 +23,25 @@ from tests.support.proxy_fixtures import Start
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize("container", ["list", "object"])
-async def test_deeply_nested_bodies_are_refused(proxy: Proxy, container: str) -> None:
+async def test_deeply_nested_bodies_are_refused(proxy: Proxy) -> None:
     key = (await proxy.open())["api_key"]
-    for levels, status in ((60, 200), (65, 400), (200, 400)):
+    nests: tuple[Callable[[Any], Any], ...] = (lambda deep: [deep], lambda deep: {"a": deep})
+    for nest, (levels, status) in itertools.product(nests, ((60, 200), (65, 400), (200, 400))):
         deep: Any = "x"
         for _ in range(levels - 2):  # the body itself is the first, metadata the second
-            deep = [deep] if container == "list" else {"a": deep}
-        body = {"messages": HELLO, "max_tokens": 2, "metadata": {"a": deep}}
-        response = await proxy.post(CHAT, body, key)
+            deep = nest(deep)
+        response = await proxy.call(key, max_tokens=2, metadata={"a": deep})
         assert response.status_code == status, (levels, response.text)
         if status == 400:
             assert response.json()["error"]["code"] == "too_deep"
 
 
-async def test_rl_bodies_are_read_strictly(proxy: Proxy) -> None:
-    wrong = []
-    for body, code in (
+async def test_bodies_are_read_strictly(proxy: Proxy) -> None:
+    session, wrong = await proxy.open(), []
+    bodies = [
+        (b"{", "invalid_json"),
+        (b"[]", "invalid_request"),
+        (b"5", "invalid_request"),
         (b"[" * 1000 + b"]" * 1000, "too_deep"),
         (b'{"metadata": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}", "too_deep"),
         (b'{"ttl": NaN}', "invalid_json"),
@@ -47,22 +51,31 @@ async def test_rl_bodies_are_read_strictly(proxy: Proxy) -> None:
         (b'{"metadata": {"a": "\\ud800"}}', "invalid_json"),
         (b'{"metadata": {"a": "\xff"}}', "invalid_json"),
         (b"\xef\xbb\xbf{}", "invalid_json"),
+    ]
+    of_rl = [
+        (b'{"metadata": {"a": 1%s}}' % (b"0" * 40), "integer_too_large"),
         # An error does not grow with its cause.
         (b'{"%s": 1}' % (b"x" * 100_000), "invalid_request"),
+    ]
+    for path, key, rows in (
+        ("/rl/v1/start_session", None, [*bodies, *of_rl]),
+        ("/rl/v1/set_reward", session["api_key"], [*bodies, *of_rl]),
+        (CHAT, session["api_key"], bodies),
     ):
-        response = await proxy.post("/rl/v1/start_session", body)
-        found = response.status_code, response.json()["error"]["code"]
-        if found != (400, code) or len(response.content) > 1000:
-            wrong.append((body[:40], response.text[:1000]))
+        for body, code in rows:
+            response = await proxy.post(path, body, key)
+            found = response.status_code, response.json()["error"]["code"]
+            if found != (400, code) or len(response.content) > 1000:
+                wrong.append((path, body[:40], response.text[:1000]))
     assert wrong == []
-    assert not proxy.service.sessions.live
+    assert len(proxy.service.sessions.live) == 1
+    assert await proxy.recorded(session["session_id"]) == []
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy = await start("engine.context_length=64")
-    await proxy.admit(1)
+    proxy = await start("engine.context_length=64", admit=1)
     key = (await proxy.open())["api_key"]
 
     def never(*_: Any, **__: Any) -> None:
@@ -70,11 +83,8 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
 
     monkeypatch.setattr(proxy.service.completer.chat, "render", never)
     for stream in (False, True):
-        response = await proxy.call(
-            key, [{"role": "user", "content": "w " * 50_000}], stream=stream
-        )
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["code"] == "context_length_exceeded"
+        long = [{"role": "user", "content": "w " * 50_000}]
+        refusal(await proxy.call(key, long, stream=stream), 400, "context_length_exceeded", "")
 
 
 async def test_a_long_body_does_not_stop_the_others(
@@ -147,15 +157,15 @@ async def test_long_paths_are_refused(proxy: Proxy) -> None:
     assert (await proxy.http.get("/rl/v1/run")).json() == before
 
 
-@pytest.mark.parametrize(("coding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-async def test_compressed_bodies_are_read(proxy: Proxy, coding: str, pack: Any) -> None:
-    session = await proxy.open()
-    key, headers = session["api_key"], {"content-encoding": coding}
-    body = pack(json.dumps({"messages": HELLO, "max_tokens": 2}).encode())
-    assert (await proxy.post(CHAT, body, key, **headers)).status_code == 200
-    rewarded = await proxy.post("/rl/v1/set_reward", pack(b'{"reward": 1}'), key, **headers)
-    assert rewarded.status_code == 200, rewarded.text
-    assert len(await proxy.recorded(session["session_id"])) == 1
+async def test_compressed_bodies_are_read(proxy: Proxy) -> None:
+    for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+        session = await proxy.open()
+        key, headers = session["api_key"], {"content-encoding": coding}
+        body = pack(json.dumps({"messages": HELLO, "max_tokens": 2}).encode())
+        assert (await proxy.post(CHAT, body, key, **headers)).status_code == 200
+        rewarded = await proxy.post("/rl/v1/set_reward", pack(b'{"reward": 1}'), key, **headers)
+        assert rewarded.status_code == 200, rewarded.text
+        assert len(await proxy.recorded(session["session_id"])) == 1
 
 
 async def test_unsupported_content_codings_are_refused_by_name(proxy: Proxy) -> None:
@@ -172,8 +182,7 @@ async def test_unsupported_content_codings_are_refused_by_name(proxy: Proxy) -> 
 
 
 async def test_the_body_limit_is_of_the_decoded_size(start: Start) -> None:
-    proxy = await start("server.max_body_bytes=8192")
-    await proxy.admit(1)
+    proxy = await start("server.max_body_bytes=8192", admit=1)
     key = (await proxy.open())["api_key"]
     for size, status in ((4000, 200), (9000, 413), (5_000_000, 413)):
         text = json.dumps({"messages": HELLO, "max_tokens": 2}).encode() + b" " * size
