@@ -26,7 +26,7 @@ from tests.support.journal import make_row
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import finalize, hold_commits, info, played
+from tests.support.sessions import count_polls, finalize, hold_commits, info, played
 
 
 async def state(proxy: Proxy, session_id: str) -> str:
@@ -88,14 +88,16 @@ async def test_a_long_poll_wakes_at_once(proxy: Proxy) -> None:
         assert len(await other) == 1
 
 
-async def test_a_poll_whose_client_left_takes_nothing(proxy: Proxy) -> None:
+async def test_a_poll_whose_client_left_takes_nothing(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = count_polls(proxy, monkeypatch)
     async with httpx.AsyncClient(base_url=proxy.url) as gone:
         body = {"owner": "gone", "wait": 60}
         poll = asyncio.create_task(gone.post("/rl/v1/lease", json=body))
-        waiters: Any = proxy.service.sessions.ready._waiters  # type: ignore[attr-defined]
-        await until(lambda: len(waiters) == 1)
+        await until(lambda: waiting() == 1)
         poll.cancel()
-        await until(lambda: len(waiters) == 0, "the poll of a client that left goes on")
+        await until(lambda: waiting() == 0, "the poll of a client that left goes on")
     session = await proxy.finished_session()
     (trajectory,) = await proxy.lease(owner="here")
     assert trajectory.session_id == session["session_id"]
