@@ -6,36 +6,8 @@ import time
 
 import pytest
 
-from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy import Proxy
 from tests.support.proxy_fixtures import Start
-from tests.support.scripted_engine import ScriptedEngine
-
-
-async def test_an_open_session_goes_on_exactly_after_a_restart(
-    start: Start, proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    chat = proxy.service.completer.chat
-    session = await proxy.open(metadata={"a": 1})
-    key = session["api_key"]
-    messages = list(HELLO)
-    for turn in range(3):
-        if turn == 2:
-            proxy = await start()
-        ids = [*chat.tokenizer.encode(f"turn {turn}"), chat.stop_token_ids[0]]
-        engine.say(ids)
-        answer = await proxy.complete(key, messages, max_tokens=30)
-        messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
-    recorded = await proxy.recorded(session["session_id"])
-    assert [i.parent_id for i in recorded] == [None, recorded[0].id, recorded[1].id]
-    prefix = [*engine.requests[1]["input_ids"], *recorded[1].output_ids.tolist()]
-    assert engine.requests[2]["input_ids"][: len(prefix)] == prefix
-    response = await proxy.post("/rl/v1/set_reward", {"reward": 2}, key)
-    assert response.json()["interaction_id"] == recorded[2].id
-    finalized = (await proxy.post("/rl/v1/finalize", {}, key)).json()
-    assert finalized["rewards"] == {recorded[2].id: 2.0}
-    (trajectory,) = await proxy.lease()
-    assert trajectory.metadata == {"a": 1}
-    assert len(trajectory.interactions) == 3
 
 
 async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -29,7 +25,6 @@ from proxy_ext.journal import (
     PutMeta,
     PutSession,
     SessionFilter,
-    SessionRow,
     SetReward,
     SetState,
     SQLiteJournal,
@@ -37,10 +32,8 @@ from proxy_ext.journal import (
     writer,
 )
 from tests.support.journal import FailingCommit, make_interaction, make_row
-from tests.support.journal_writer import STEPS
 
 BEGIN = "BEGIN IMMEDIATE"
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -252,69 +245,6 @@ async def test_a_commit_that_fails_says_that_it_is_not_sure(journal: SQLiteJourn
     await journal.commit(PutMeta("a", 2))
     assert await journal.meta("a") == 2
 
-
-def killed_writer(path: Path, prefix: str, lines: int) -> list[str]:
-    """What a process acknowledged until it was killed, some time after so many lines."""
-    writer = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.journal_writer", str(path), prefix],
-        stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
-        text=True,
-    )
-    assert writer.stdout is not None
-    seen = [writer.stdout.readline() for _ in range(lines)]
-    os.kill(writer.pid, signal.SIGKILL)
-    seen += writer.stdout.readlines()
-    writer.wait()
-    # The very last line may be half a line.
-    return [line for line in seen if line.endswith("\n")]
-
-
-@pytest.mark.service
-async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
-    path = tmp_path / "j.sqlite"
-    chance = random.Random(0)
-    acknowledged: dict[str, tuple[int, float]] = {}
-    for k in range(5):
-        for line in killed_writer(path, f"r{k}", chance.randrange(1, 400)):
-            session_id, step, value = line.split()
-            acknowledged[session_id] = STEPS.index(step), float(value)
-    assert len(acknowledged) >= 5
-    journal = SQLiteJournal(path)
-    assert [r[0] for r in journal.writer.connection.execute("PRAGMA integrity_check")] == ["ok"]
-    # No kill was ever taken for damage.
-    assert not (tmp_path / "quarantine").exists()
-    rows = {row.id: row for row in await journal.sessions(list(SessionState))}
-    assert rows.keys() >= acknowledged.keys()
-    for row in rows.values():
-        reached, value = await reached_step(journal, row)
-        least, told = acknowledged.get(row.id, (0, None))
-        assert reached >= least
-        assert told is None or value in (None, told)
-    await journal.close()
-
-
-async def reached_step(journal: SQLiteJournal, row: SessionRow) -> tuple[int, float | None]:
-    """How far a session came, and its reward; what is written at once is there at once."""
-    stored = await journal.interactions(row.id)
-    answer = await journal.answer("session", row.id)
-    rewards = await journal.rewards(row.id)
-    value = rewards[0].value if rewards else None
-    ended = row.state in (SessionState.FINALIZED, SessionState.REJECTED)
-    assert (answer is not None) is ended
-    assert row.final_reward == (value if ended else None)
-    if row.state is SessionState.REJECTED:
-        assert (row.content, stored) == ("deleted", [])
-        return 3, value
-    (one,) = stored
-    (request,) = await journal.requests(row.id)
-    assert (one.key, request.mark.hash) == (b"key", row.id.encode())
-    assert one.interaction.reward == value
-    assert request.delivered is (value is not None)
-    return 2 if ended else int(bool(rewards)), value
-
-
-# -- reads over many sessions ----------------------------------------------------------------------
 
 ENDED = (
     ("trained-1", SessionState.TRAINED, 1),

@@ -233,7 +233,7 @@ async def test_export_leases_what_it_exports(proxy: Proxy) -> None:
     session = await proxy.open()
     id, key = session["session_id"], session["api_key"]
     response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": [id]})
-    refusal(response, 409, "not_finalized", "")
+    refusal(response, 409, "not_finalized")
     first = await proxy.complete(key, max_tokens=5)
     await proxy.post("/rl/v1/set_reward", {"reward": 1}, key)
     await finalize(proxy, session, final_reward=2)
@@ -263,9 +263,6 @@ async def test_an_export_that_is_refused_leases_nothing(proxy: Proxy) -> None:
     # An earlier export's lease is not touched by it.
     assert [await state(proxy, s) for s in (id, other)] == ["finalized", "leased"]
     assert [t.session_id for t in await proxy.lease()] == [id]
-
-
-# -- weight updates ----------------------------------------------------------------------------
 
 
 async def test_a_pause_ends_by_itself(proxy: Proxy, engine: ScriptedEngine) -> None:
@@ -321,7 +318,7 @@ async def test_what_is_given_back_together_keeps_its_own_holders(proxy: Proxy) -
         assert row is not None and (row.state, row.owner) == ("finalized", owner)
     # What a trainer has had may be in a step that was killed, and will be asked for as it was.
     response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": [had]})
-    refusal(response, 409, "in_training", "")
+    refusal(response, 409, "in_training")
     assert list(await proxy.export(exported)) == [exported]
     await proxy.client.set_run("finished", step=1, checkpoint=None)
     assert list(await proxy.export(had)) == [had]
@@ -337,6 +334,11 @@ class Counted(dict[str, RecordedSession]):
         return super().get(id, default)
 
 
+def finalized(live: dict[str, RecordedSession], number: int) -> RecordedSession:
+    row = make_row(f"s{number}", created_at=float(number), state=SessionState.FINALIZED)
+    return live.setdefault(row.id, RecordedSession(row))
+
+
 def index_of(live: dict[str, RecordedSession]) -> LeaseIndex:
     return LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, min_size=1))
 
@@ -345,9 +347,7 @@ def test_a_poll_looks_at_what_it_returns_alone() -> None:
     live = Counted()
     leasable = index_of(live)
     for k in range(1000):
-        row = make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
-        live[row.id] = RecordedSession(row)
-        leasable.update(live[row.id])
+        leasable.update(finalized(live, k))
     assert [s.id for (s,) in leasable.first(2)] == ["s0", "s1"]
     live.looks = 0
     for _ in range(100):
@@ -360,12 +360,11 @@ def test_without_a_polling_trainer_nothing_piles_up(monkeypatch: pytest.MonkeyPa
     live: dict[str, RecordedSession] = {}
     leasable = index_of(live)
     for k in range(100):
-        row = make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
-        session = live[row.id] = RecordedSession(row)
+        session = finalized(live, k)
         leasable.update(session)
         if k != 50:
-            session.row = replace(row, state=SessionState.ABORTED)
-            del live[row.id]
+            session.row = replace(session.row, state=SessionState.ABORTED)
+            del live[session.id]
             leasable.update(session)
     kept = [each for each in vars(leasable).values() if isinstance(each, list | set | dict)]
     assert sum(map(len, kept)) < 20

@@ -30,7 +30,7 @@ async def waiting(proxy: Proxy, slots: int) -> None:
 
 
 async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
-    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
+    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code)
 
 
 async def slots(proxy: Proxy) -> tuple[int, int, int]:
@@ -112,7 +112,7 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
             with pytest.raises(RunFinished):
                 await task
     response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
-    error = refusal(response, 409, "run_finished", "")
+    error = refusal(response, 409, "run_finished")
     assert (error["run"]["checkpoint"], error["run"]["step"]) == ("/ckpt", 7)
     # Inference and eval go on, without a session too.
     await played(proxy, mode="eval")
@@ -120,9 +120,6 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     assert (await proxy.call("DUMMY")).status_code == 200
     assert (await proxy.http.get("/rl/v1/run")).json()["state"] == "finished"
     await client.close()
-
-
-# -- groups ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [{}, {"group_id": "g", "group_size": 3}])
@@ -212,15 +209,12 @@ async def test_one_too_many_that_waited_joins_a_tasks_next_generation_alone(
         assert await slots(proxy) == (8, 0, 8)
 
 
-# -- ends and lanes ----------------------------------------------------------------------------
-
-
 async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Proxy) -> None:
     """Its end waits for answers that are being recorded, and a new call must not prolong that."""
     opened = await proxy.open(mode="eval")
     session = proxy.service.sessions.live[opened["session_id"]]
     session.closing = True
-    refusal(await proxy.call(opened["api_key"]), 410, "session_closed", "")
+    refusal(await proxy.call(opened["api_key"]), 410, "session_closed")
     session.closing = False
     assert (await proxy.call(opened["api_key"])).status_code == 200
 
