@@ -58,12 +58,9 @@ async def closed(start: Start) -> Proxy:
 async def test_a_tenant_has_its_own_sessions(closed: Proxy) -> None:
     alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
     hers, his = await opened(closed, alice), await opened(closed, bob)
-    nobodys = await closed.open()
     for key, session in ((alice, hers), (bob, his)):
         response = await asked(closed, "GET", "/rl/v1/sessions", key)
         assert [s["session_id"] for s in response.json()] == [session["session_id"]]
-    everything = {s["session_id"] for s in (await closed.http.get("/rl/v1/sessions")).json()}
-    assert everything == {s["session_id"] for s in (hers, his, nobodys)}
     # Without any session's key: model calls, rewards and the end name the session.
     named = {"x-any-agent-session": hers["session_id"]}
     body = {"messages": HELLO, "max_tokens": 2}

@@ -157,18 +157,6 @@ def test_archives_are_read_in_the_order_of_session_numbers(tmp_path: Path) -> No
     assert list(archives_of(tmp_path / "none").all()) == []
 
 
-def test_a_number_that_two_journals_used_finds_each_session(tmp_path: Path) -> None:
-    """The first one was lost, and counting began anew."""
-    write(tmp_path, 1, 2)
-    other = record_line(1, make_row("other"), [], [])
-    write_lines(tmp_path, (1, other))
-    assert len(list_archives(tmp_path, 0)) == 2
-    assert archives_of(tmp_path).find(1, "other") == other
-    assert archives_of(tmp_path).find(1, "s1") == line(1)
-    assert archives_of(tmp_path).find(1, "third") is None
-    assert numbers(list(archives_of(tmp_path).all())) == [1, 1, 2]
-
-
 def test_a_session_is_taken_out_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, 1, 2, 3, text="secret")
     (file,) = list_archives(tmp_path, 0)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
-
 from tests.support.proxy import Proxy
 from tests.support.proxy_fixtures import Start
 
@@ -50,19 +46,3 @@ async def test_after_a_restart_a_key_leads_to_its_newest_session(
     last = await start()
     response = await last.call(key)
     assert response.json()["error"]["state"] == "aborted"
-
-
-async def test_a_clock_that_was_set_back_extends_nothing(
-    start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await proxy.open(group_id="g", group_size=2, ttl=50)
-    back = time.time() - 100_000
-    with monkeypatch.context() as patched:
-        patched.setattr("proxy_ext.sessions.session_store.time.time", lambda: back)
-        proxy = await start()
-    now = time.monotonic()
-    live = proxy.service.sessions.live[session["session_id"]]
-    assert now < live.expires <= now + 50
-    group = proxy.service.sessions.groups.get("g")
-    assert group is not None
-    assert group.deadline <= now + proxy.service.sessions.config.group_timeout

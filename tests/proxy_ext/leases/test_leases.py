@@ -26,7 +26,7 @@ from tests.support.journal import make_row
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import count_polls, finalize, hold_commits, info, played
+from tests.support.sessions import count_polls, finalize, hold_commits, info
 
 
 async def state(proxy: Proxy, session_id: str) -> str:
@@ -36,23 +36,6 @@ async def state(proxy: Proxy, session_id: str) -> str:
 async def some(proxy: Proxy, number: int, **fields: Any) -> list[str]:
     """Ids of sessions that are finalized."""
     return [(await proxy.finished_session(**fields))["session_id"] for _ in range(number)]
-
-
-async def test_a_lease_carries_all_that_a_trainer_needs(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    session = await played(proxy, task_id="t", group_size=1, metadata={"k": [1, {"a": None}]})
-    body = {"reward": 0.25, "completion_id": session["completion"]}
-    await proxy.post("/rl/v1/set_reward", body, session["api_key"])
-    await finalize(proxy, session)
-    (trajectory,) = await proxy.lease()
-    assert (trajectory.task_id, trajectory.metadata) == ("t", {"k": [1, {"a": None}]})
-    assert trajectory.final_reward is None
-    (interaction,) = trajectory.interactions
-    (recorded,) = await proxy.recorded(session["session_id"])
-    assert interaction.reward == recorded.reward == 0.25
-    assert interaction.output_ids.tolist() == recorded.output_ids.tolist()
-    assert interaction.prompt_delta_ids.tolist() == engine.requests[0]["input_ids"]
 
 
 async def test_a_lease_has_at_most_max_groups_groups_and_a_bounded_size(
@@ -75,17 +58,6 @@ async def test_a_lease_has_at_most_max_groups_groups_and_a_bounded_size(
     assert await groups() == ["g3", "g3", "g4", "g4"]
     response = await proxy.http.post("/rl/v1/lease", json={"owner": "trainer", "wait": 0})
     assert (response.status_code, response.content) == (204, b"")
-
-
-async def test_a_long_poll_wakes_at_once(proxy: Proxy) -> None:
-    polls = [asyncio.create_task(proxy.lease(wait=60)) for _ in range(2)]
-    session = await played(proxy)
-    async with asyncio.timeout(60):
-        await finalize(proxy, session, final_reward=1)
-        done, (other,) = await asyncio.wait(polls, return_when=asyncio.FIRST_COMPLETED)
-        assert [len(p.result()) for p in done] == [1]
-        await proxy.finished_session()
-        assert len(await other) == 1
 
 
 async def test_a_poll_whose_client_left_takes_nothing(

@@ -101,7 +101,7 @@ async def test_a_call_under_way_is_not_idle(proxy: Proxy, engine: ScriptedEngine
 async def test_time_goes_on_while_the_proxy_is_down_whatever_the_wall_clock_is_set_to(
     start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    session = await proxy.open(ttl=500)
+    session = await proxy.open(ttl=500, group_id="g", group_size=2)
     waiting = await awaiting(proxy, 400)
     wall, boot = time.time, boot_clock.boot_seconds
     monkeypatch.setattr(time, "time", lambda: wall() + step)
@@ -111,6 +111,9 @@ async def test_time_goes_on_while_the_proxy_is_down_whatever_the_wall_clock_is_s
     assert (now["state"], 450 < now["expires_in"] <= 500) == ("open", True)
     now = await info(again, waiting)
     assert (now["state"], 350 < now["awaits_in"] <= 400) == ("awaiting_reward", True)
+    group = again.service.sessions.groups.get("g")
+    assert group is not None
+    assert group.deadline <= time.monotonic() + again.service.sessions.config.group_timeout
     monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + 450)
     later = await start()
     now = await info(later, session)

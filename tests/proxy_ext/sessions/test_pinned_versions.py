@@ -27,18 +27,6 @@ async def pinned(proxy: Proxy, version: Any = "current") -> dict[str, Any]:
     return await proxy.open(mode="eval", version=version)
 
 
-async def test_calls_under_the_pinned_version_are_answered(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    await update(proxy, engine, 3)
-    for version in ("current", 3):
-        session = await pinned(proxy, version)
-        assert session["version"] == 3
-        assert (await proxy.call(session["api_key"])).status_code == 200
-        now = await info(proxy, session)
-        assert (now["pinned_version"], now["first_version"], now["last_version"]) == (3, 3, 3)
-
-
 async def test_an_open_that_pins_another_version_is_refused(proxy: Proxy) -> None:
     response = await proxy.post("/rl/v1/start_session", {"mode": "eval", "version": 7})
     error = refusal(response, 409, "version_gone")
@@ -117,10 +105,16 @@ async def test_a_pinned_call_that_waits_out_an_update_is_refused_unrecorded(
     assert await proxy.recorded(session["session_id"]) == []
 
 
-async def test_a_pin_survives_a_restart(start: Start, proxy: Proxy, engine: ScriptedEngine) -> None:
-    session = await pinned(proxy)
+async def test_calls_under_the_pinned_version_are_answered_after_a_restart_too(
+    start: Start, proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    await update(proxy, engine, 3)
+    session = await pinned(proxy, 3)
+    assert session["version"] == 3
     again = await start()
     assert (await again.call(session["api_key"])).status_code == 200
+    now = await info(again, session)
+    assert (now["pinned_version"], now["first_version"], now["last_version"]) == (3, 3, 3)
     engine.weight_version = "4"
     last = await start()
     refusal(await last.call(session["api_key"]), 409, "version_gone")

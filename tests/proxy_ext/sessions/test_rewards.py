@@ -194,8 +194,6 @@ async def test_a_reward_says_who_gave_it(start: Start) -> None:
         ("session", 3),
     ]
     assert now["opened_by"] == "admin"
-    at = [r["at"] for r in now["reward_history"]]
-    assert at == sorted(at)
     # The agent itself sees it, too.
     own = {"authorization": f"Bearer {key}"}
     response = await proxy.http.get(f"/rl/v1/sessions/{id}", headers=own)

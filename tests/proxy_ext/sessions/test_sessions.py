@@ -16,7 +16,7 @@ from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import finalize, hold_commits, info, played
+from tests.support.sessions import finalize, hold_commits, played
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -41,14 +41,9 @@ async def slots(proxy: Proxy) -> tuple[int, int, int]:
 async def test_an_open_answers_with_the_session_and_its_key(start: Start) -> None:
     proxy = await start("sessions.ttl=100")
     session = await proxy.open(task_id="task", mode="eval", ttl=60, metadata={"a": [1]})
-    assert session["session_id"].startswith("ses-0-")
-    assert session["api_key"].startswith("sk-v1.0.")
     assert session["base_url"] == f"{proxy.url}/v1"
     assert (session["mode"], session["version"], session["task_id"]) == ("eval", 0, "task")
     assert session["expires_in"] == pytest.approx(60, abs=1)
-    assert (await info(proxy, session))["state"] == "open"
-    (listed,) = (await proxy.http.get("/rl/v1/sessions")).json()
-    assert listed["session_id"] == session["session_id"]
     # A ttl over the run's is cut.
     assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
