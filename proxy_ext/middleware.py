@@ -62,7 +62,8 @@ class EntryMiddleware:
         gate: LiteLLMGate | None = None,
     ) -> None:
         """``gate``: the way to LiteLLM's own routes, where they are served."""
-        self._ours = ours
+        self.ours = ours
+        """The app of our own routes."""
         self._auth = auth
         self._audit = audit
         self._gate = gate
@@ -73,7 +74,7 @@ class EntryMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._ours(scope, receive, send)
+            await self.ours(scope, receive, send)
             return
         if scope["type"] != "http":
             # What has no WebSocket library gets such a request as plain HTTP.
@@ -113,7 +114,7 @@ class EntryMiddleware:
             # With any key: LiteLLM's import takes 220 MB and many seconds.
             await JSONResponse("I'm alive!")(scope, receive, send)
             return
-        app, template = self._ours, template_of(path)
+        app, template = self.ours, template_of(path)
         rule = None if template is None else RULES.get((method, template))
         if self._gate is not None:
             if template is None and (found := self._gate.rule(method, path)) is not None:
@@ -121,7 +122,7 @@ class EntryMiddleware:
                 app = partial(self._gate.serve, rule)
             elif rule is not None and self._gate.takes_over(Request(scope)):
                 app = partial(self._gate.serve, rule)
-        if app is self._ours:
+        if app is self.ours:
             scope = _as_json(scope)
         if template is None:
             missing = NotFound(_not_found(path))

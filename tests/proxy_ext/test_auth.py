@@ -58,12 +58,9 @@ async def closed(start: Start) -> Proxy:
 async def test_a_tenant_has_its_own_sessions(closed: Proxy) -> None:
     alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
     hers, his = await opened(closed, alice), await opened(closed, bob)
-    nobodys = await closed.open()
     for key, session in ((alice, hers), (bob, his)):
         response = await asked(closed, "GET", "/rl/v1/sessions", key)
         assert [s["session_id"] for s in response.json()] == [session["session_id"]]
-    everything = {s["session_id"] for s in (await closed.http.get("/rl/v1/sessions")).json()}
-    assert everything == {s["session_id"] for s in (hers, his, nobodys)}
     # Without any session's key: model calls, rewards and the end name the session.
     named = {"x-any-agent-session": hers["session_id"]}
     body = {"messages": HELLO, "max_tokens": 2}
@@ -113,8 +110,10 @@ async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
     proxy = await start()
     await proxy.admit(5)
     assert (await asked(proxy, "GET", "/rl/v1/capacity")).status_code == 200
-    page = {"origin": "https://evil.example"}
-    assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 403
+    # An image or a form on a page carries no Origin.
+    pages = ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"})
+    for page in pages:
+        assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 403
     session = await proxy.open()
     key = made(proxy, "admin")
 
@@ -124,7 +123,8 @@ async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
     await until(is_closed, "the end of open mode")
     assert (await asked(proxy, "GET", "/rl/v1/capacity", "DUMMY")).status_code == 401
     assert (await asked(proxy, "GET", "/rl/v1/capacity", key)).status_code == 200
-    assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 200
+    for page in pages:
+        assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 200
     tenant, kept = create_key(keys_of(proxy), "tenant", tenant="alice")
     assert (await asked(proxy, "GET", "/rl/v1/run", tenant)).status_code == 200
     revoke_key(keys_of(proxy), kept.id)
@@ -248,24 +248,6 @@ def test_a_route_without_a_scope_is_an_error() -> None:
     app.add_api_route("/rl/v1/new", lambda: None, methods=["POST"])
     with fails_with(StartupError, "POST /rl/v1/new"):
         scopes.check_routes(app.routes)
-
-
-async def test_open_mode_serves_no_web_page(proxy: Proxy) -> None:
-    # An image or a form on a page carries no Origin.
-    for site, served in (
-        ("cross-site", False),
-        ("same-site", False),
-        ("same-origin", True),
-        ("none", True),
-    ):
-        before = (await proxy.capacity())["admitted"]
-        asking = {"Sec-Fetch-Site": site}
-        response = await proxy.http.get("/rl/v1/start_session", headers=asking)
-        assert response.status_code == (200 if served else 403), response.text
-        assert served or "server.admin_key" in response.json()["error"]["message"]
-        assert (await proxy.capacity())["admitted"] == before + served
-    for path in ("/rl/v1/run", "/rl/v1/version"):
-        assert (await proxy.http.get(path)).status_code == 200, "no key is needed"
 
 
 async def test_a_key_has_no_place_in_a_url(proxy: Proxy) -> None:

@@ -16,8 +16,10 @@ from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
 from proxy_ext import idempotency
 from proxy_ext.idempotency import ANSWER_TTL
+from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import hold_commits
 
 START = "/rl/v1/start_session"
 ADMIN = "operator-secret-4711"
@@ -46,22 +48,13 @@ async def test_a_repeated_request_with_its_key_is_answered_as_before(proxy: Prox
     assert other.json()["session_id"] != first.json()["session_id"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [(START, {"task_id": "u"}), (f"{START}?ttl=9", {"task_id": "t"}), (START, b'{"task_id": "t"')],
-    ids=["body", "query", "no json"],
-)
-async def test_an_idempotency_key_of_another_request_is_refused(
-    proxy: Proxy, path: str, body: Any
-) -> None:
+async def test_an_idempotency_key_of_another_request_is_refused(proxy: Proxy) -> None:
     assert (await proxy.post(START, {"task_id": "t"}, **keyed("k"))).status_code == 200
-    refused = await proxy.post(path, body, **keyed("k"))
-    if body == b'{"task_id": "t"':
-        assert refused.status_code == 400
-    else:
-        assert refused.status_code == 422
-        assert refused.json()["error"]["code"] == "idempotency_mismatch"
-        assert refused.headers["x-should-retry"] == "false"
+    for path, body in ((START, {"task_id": "u"}), (f"{START}?ttl=9", {"task_id": "t"})):
+        refused = await proxy.post(path, body, **keyed("k"))
+        refusal(refused, 422, "idempotency_mismatch")
+    no_json = await proxy.post(START, b'{"task_id": "t"', **keyed("k"))
+    assert no_json.status_code == 400
     assert await opens(proxy) == 1
 
 
@@ -69,8 +62,7 @@ async def test_a_malformed_idempotency_key_is_refused(proxy: Proxy) -> None:
     for keys in ([""], ["a b"], ["k" * 256], ["ü"], ["a", "b"]):
         headers = [(b"idempotency-key", key.encode()) for key in keys]
         answer = await proxy.http.post(START, json={}, headers=headers)
-        assert answer.status_code == 400, keys
-        assert answer.json()["error"]["code"] == "bad_idempotency_key", keys
+        refusal(answer, 400, "bad_idempotency_key")
     assert await opens(proxy) == 0
 
 
@@ -135,8 +127,9 @@ async def test_a_refusal_is_not_kept_as_the_answer_to_its_key(proxy: Proxy) -> N
 
 
 async def test_answers_kept_for_repeats_store_no_session_secret(proxy: Proxy) -> None:
-    prefixed = await proxy.post(START, {}, **keyed("k"))
-    session = prefixed.json()
+    opening = {"rewards": "both"}
+    session = (await proxy.post(START, opening, **keyed("k"))).json()
+    assert session["judge_key"].startswith("sk-judge.")
     await proxy.complete(session["api_key"])
     # Also not where it stands in the path.
     path = f"/{session['api_key']}/rl/v1/finalize"
@@ -144,12 +137,12 @@ async def test_answers_kept_for_repeats_store_no_session_secret(proxy: Proxy) ->
     first, again = [await proxy.post(path, body, **keyed("f")) for _ in range(2)]
     assert first.status_code == 200, first.text
     assert first.content == again.content
-    assert (await proxy.post(START, {}, **keyed("k"))).json()["api_key"] == session["api_key"]
-    secret = session["api_key"].rpartition(".")[2].encode()
+    assert (await proxy.post(START, opening, **keyed("k"))).json() == session
+    secrets = [session[name].rpartition(".")[2].encode() for name in ("api_key", "judge_key")]
     folder = trial_dir(proxy.service.config).path / "journal"
     stored = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
     assert session["session_id"].encode() in stored
-    assert secret not in stored
+    assert not any(secret in stored for secret in secrets)
 
 
 @pytest.mark.parametrize("step", [-10 * 86400.0, 10 * 86400.0])
@@ -245,15 +238,7 @@ async def test_an_opener_that_leaves_finds_its_session(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its open was being written; with a key it comes back for the answer."""
-    journal = proxy.service.journal
-    commit, writing, go_on = journal.commit, asyncio.Event(), asyncio.Event()
-
-    async def slow(*statements: Any) -> None:
-        writing.set()
-        await go_on.wait()
-        await commit(*statements)
-
-    monkeypatch.setattr(journal, "commit", slow)
+    writing, go_on = hold_commits(proxy.service.journal, monkeypatch)
     asked = asyncio.create_task(proxy.post(START, {}, **keyed("k")))
     await writing.wait()
     asked.cancel()

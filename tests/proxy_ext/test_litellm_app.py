@@ -67,7 +67,7 @@ from proxy_ext.app import create_app
 urls = {"engine_url": "http://127.0.0.1:1", "public_url": "http://127.0.0.1:2"}
 app = create_app(Config(), None, rank=0, training=True, **urls)
 access = types.SimpleNamespace(open_mode=False)
-app._auth = lambda: types.SimpleNamespace(access=access)
+app.ours.app.state.service = types.SimpleNamespace(auth=types.SimpleNamespace(access=access))
 
 async def ask():
     transport = httpx.ASGITransport(app)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,25 +64,6 @@ def test_a_setting_that_prevents_the_start_is_named(
     # Settings in the environment were resolved by whoever wrote the file.
     ended = run(config, "--port", "0", *arguments.split(), ANY_AGENT_TRIAL="no")
     ends_with(ended, *names, status=status)
-
-
-def test_a_port_in_use_is_named(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        ended = run(write_config(tmp_path, tiny_model_dir), "--port", port)
-    ends_with(ended, f"127.0.0.1:{port}", "server.port")
-
-
-def test_a_template_that_cannot_be_rendered_is_named(tiny_model_dir: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    template = model / "chat_template.jinja"
-    assert template.is_file()
-    template.write_text("{{ raise_exception('broken on purpose') }}")
-    ended = run(write_config(tmp_path, model), "--port", "0")
-    ends_with(ended, "broken on purpose", "template")
 
 
 async def test_an_engine_with_another_model_is_refused(

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from any_agent.record import InteractionTree
@@ -106,23 +105,6 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     assert exact >= 6
     assert len(versions) > 1
     assert max(versions) <= 3
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_hanging_up_frees_the_real_engine(
-    start: Start, tiny_model_dir: Path, stream: bool
-) -> None:
-    from tests.proxy_ext.calls.test_faults import hang_up, raw_call
-
-    async with on_a_real_engine(start, tiny_model_dir) as (engine, proxy):
-        session = await proxy.open(mode="eval")
-        await engine.pause("in_place")
-        writer = await raw_call(proxy, session["api_key"], stream=stream, max_tokens=1500)
-        await until(lambda: sum(engine.loop.load) == 1)
-        hang_up(writer)
-        await engine.resume()
-        await until(lambda: sum(engine.loop.load) == 0)
-        assert await proxy.recorded(session["session_id"]) == []
 
 
 async def test_answers_that_spell_special_tokens_come_back_as_plain_text(

@@ -156,9 +156,6 @@ async def test_a_tenants_calls_wait_until_their_tokens_are_paid(start: Start, st
     assert (await proxy.post("/rl/v1/set_reward", {"reward": 1}, key)).status_code == 200
 
 
-# -- over all ranks, with Redis --------------------------------------------------------------------
-
-
 async def test_two_ranks_count_the_quota_of_a_tenant_together(
     server: RedisServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,9 +197,6 @@ async def test_two_ranks_count_the_quota_of_a_tenant_together(
     for proxy in (first, second):
         await until(partial(exact, proxy))
         turned_away(await Tenants(proxy).open(alice), 429, "quota_exceeded")
-
-
-# -- what tenants share, and what they do not ------------------------------------------------------
 
 
 async def test_groups_of_two_tenants_never_meet(start: Start) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import openai
 
 from proxy_ext.sessions.session import RecordedSession
-from tests.support.proxy import LIMIT, Proxy, until
+from tests.support.proxy import LIMIT, Proxy
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import over as over
 
 GRADER = "tests.support.graders.by_length"
 SYSTEM = {"role": "system", "content": "You are brief."}
@@ -56,14 +57,3 @@ async def idle(proxy: Proxy, id: str) -> dict[str, Any]:
     session(proxy, id).active -= proxy.service.config.sessions.implicit_idle_timeout + 1
     proxy.service.sessions.watch(session(proxy, id))
     return await over(proxy, id)
-
-
-async def over(proxy: Proxy, id: str) -> dict[str, Any]:
-    """What is said of it in the end."""
-
-    async def ended() -> dict[str, Any] | None:
-        await proxy.service.expiry.sweep()
-        now = dict((await proxy.http.get(f"/rl/v1/sessions/{id}")).json())
-        return now if now["state"] not in ("open", "awaiting_reward") else None
-
-    return dict(await until(ended, "it ends"))

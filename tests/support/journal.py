@@ -6,7 +6,6 @@ import sqlite3
 from typing import Any
 
 from any_agent.types import (
-    Continuation,
     GenerationHyperparameters,
     Interaction,
     SessionState,
@@ -14,6 +13,7 @@ from any_agent.types import (
     logprob_array,
 )
 from proxy_ext.journal import SessionRow
+from tests.support import records
 
 
 def make_row(session_id: str, **fields: Any) -> SessionRow:
@@ -33,20 +33,16 @@ def make_row(session_id: str, **fields: Any) -> SessionRow:
 
 
 def make_interaction(id: str, session_id: str, parent_id: str | None = None) -> Interaction:
-    return Interaction(
-        id=id,
+    return records.make_interaction(
+        id,
+        parent_id,
+        asked="hé",
         session_id=session_id,
-        parent_id=parent_id,
-        prompt_delta_ids=id_array([1, 2, 3]),
-        output_ids=id_array([4, 5]),
         output_logprobs=logprob_array([-0.5, -0.25]),
         output_versions=id_array([0, 1]),
-        message_delta=[{"role": "user", "content": "hé"}],
         output_message={"role": "assistant", "content": "ho"},
-        finish_reason="stop",
         gconfig=GenerationHyperparameters(max_new_tokens=7, stop=("x",)),
         model="m",
-        continuation=Continuation.ROOT if parent_id is None else Continuation.EXACT,
         request={"overridden": {}, "recorded": {"user": "me"}},
         created_at=5.0,
     )

@@ -6,8 +6,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,18 @@ HELLO = [{"role": "user", "content": "Say a number."}]
 def noticed_hang_up(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set once the proxy has noticed that a client left."""
     noticed = asyncio.Event()
-    watch = ClientConnection._watch
+    watch = ClientConnection.__init__
 
-    async def watch_and_tell(client: ClientConnection) -> None:
-        await watch(client)
-        noticed.set()
+    def watch_and_tell(
+        client: ClientConnection, request: Request, on_leave: Callable[[], object]
+    ) -> None:
+        def told() -> None:
+            on_leave()
+            noticed.set()
 
-    monkeypatch.setattr(ClientConnection, "_watch", watch_and_tell)
+        watch(client, request, told)
+
+    monkeypatch.setattr(ClientConnection, "__init__", watch_and_tell)
     return noticed
 
 
@@ -85,7 +90,7 @@ def our_app() -> Any:
         public_url="http://127.0.0.1:2",
         training=True,
     )
-    return front._ours.app  # type: ignore[attr-defined]
+    return front.ours.app  # type: ignore[attr-defined]
 
 
 class Proxy:
@@ -224,19 +229,14 @@ async def running_proxy(
         app, lifespan="on", access_log=False, log_config=None, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(options)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    task = asyncio.create_task(server._serve([listener]))
+    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
+    task = asyncio.create_task(server.serve([listener]))
     try:
         while not server.started:
             assert not task.done(), "the proxy did not start"
             await asyncio.sleep(0.005)
         key = config.server.admin_key
-        proxy = Proxy(
-            app._ours.app.state.service,  # type: ignore[attr-defined]
-            app,
-            url,
-            key.get_secret_value() if key else None,
-        )
+        proxy = Proxy(app.service, app, url, key.get_secret_value() if key else None)
         try:
             yield proxy
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import redis
 
 from any_agent.errors import StoreUnavailable
 from any_agent.rundir import RunDir
+from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
 from proxy_ext.journal import Journal, PutSession, SQLiteJournal, open_journal
 from tests.support.journal import make_row
@@ -37,6 +39,12 @@ class Machine:
         journal = open_journal(url)
         assert isinstance(journal, SQLiteJournal)
         return journal
+
+
+def be_machine(name: str) -> None:
+    """Let this process run as on a machine of its own: no other sees whether its processes live."""
+    socket.gethostname = lambda: name
+    boot_clock.boot_id = lambda: name  # type: ignore[assignment]
 
 
 def stop(journal: SQLiteJournal) -> None:

@@ -51,6 +51,11 @@ class RedisServer:
     def client(self) -> redis.Redis:
         return redis.Redis.from_url(self.url, socket_timeout=5)
 
+    def flush(self) -> None:
+        """Forget everything."""
+        with self.client() as client:
+            client.flushall()
+
     def command(self) -> list[str]:
         own = {
             "port": str(self.port),

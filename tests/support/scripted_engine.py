@@ -133,6 +133,10 @@ class ScriptedEngine:
         self.weight_version = weight_version or self.weight_version
         await self._listen(int(self.url.rpartition(":")[2]))
 
+    @property
+    def paused(self) -> bool:
+        return not self._going.is_set()
+
     # -- the server ----------------------------------------------------------------------------
 
     @asynccontextmanager

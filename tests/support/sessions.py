@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,3 +87,19 @@ def hold_commits(journal: Any, patch: pytest.MonkeyPatch) -> tuple[asyncio.Event
 
     patch.setattr(journal, "commit", slow)
     return begun, go
+
+
+def count_polls(proxy: Proxy, patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the trainers' polls that wait for a group."""
+    ready = proxy.service.sessions.ready
+    wait, waiting = ready.wait, Counter[str]()
+
+    async def counted() -> bool:
+        waiting["now"] += 1
+        try:
+            return bool(await wait())
+        finally:
+            waiting["now"] -= 1
+
+    patch.setattr(ready, "wait", counted)
+    return lambda: waiting["now"]

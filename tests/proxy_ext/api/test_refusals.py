@@ -17,7 +17,7 @@ from tests.support.sessions import finalize
 CHAT = "/v1/chat/completions"
 
 
-def refusal(response: httpx.Response, status: int, code: str, says: str) -> dict[str, Any]:
+def refusal(response: httpx.Response, status: int, code: str, says: str = "") -> dict[str, Any]:
     """Check an error answer; the error."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ from tests.support.sessions import unwritable
 
 BOUNDARIES = ("writing", "intended", "unnamed", "named", "before the transaction")
 BOUNDARIES += ("after the transaction",)
-
-
-@pytest.fixture
-async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
-    rank = await Rank(tmp_path / "u" / "e" / "t").start()
-    yield rank
-    await rank.stop()
 
 
 def archived(rank: Rank) -> list[str]:
@@ -326,9 +318,6 @@ async def test_the_journal_does_not_grow_for_ever(rank: Rank) -> None:
     await rank.stop()
     assert rank.journal.size() < sizes[0] / 4
     await rank.start()
-
-
-# -- the limit of the archives ---------------------------------------------------------------------
 
 
 @pytest.fixture

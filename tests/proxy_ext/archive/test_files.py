@@ -35,9 +35,13 @@ def line(number: int, text: str = "x") -> bytes:
 
 
 def write(folder: Path, *numbers: int, text: str = "x", rank: int = 0) -> Path:
+    return write_lines(folder, *((n, line(n, text)) for n in numbers), rank=rank)
+
+
+def write_lines(folder: Path, *lines: tuple[int, bytes], rank: int = 0) -> Path:
     writer = ArchiveWriter(folder, rank, {"experiment": "e"})
-    for number in numbers:
-        writer.add(number, line(number, text))
+    for number, record in lines:
+        writer.add(number, record)
     size = writer.finish()
     path = folder / writer.name
     assert path.stat().st_size == size
@@ -116,11 +120,7 @@ def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
 
 def test_damage_in_an_archive_costs_one_line(tmp_path: Path) -> None:
     texts = ["".join(Random(k).choices("abcdefghij", k=3000)) for k in range(5)]
-    writer = ArchiveWriter(tmp_path, 0, {})
-    for k, text in enumerate(texts):
-        writer.add(k + 1, line(k + 1, text))
-    writer.finish()
-    path = tmp_path / writer.name
+    path = write_lines(tmp_path, *((k, line(k, text)) for k, text in enumerate(texts, 1)))
     whole = path.read_bytes()
     for at in range(200, len(whole), 997):
         for damaged in (whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :], whole[:at]):
@@ -155,20 +155,6 @@ def test_archives_are_read_in_the_order_of_session_numbers(tmp_path: Path) -> No
     after = [archives.find(n, f"s{n}") is not None for n in (11, 12, 13)]
     assert after == [True, True, False]
     assert list(archives_of(tmp_path / "none").all()) == []
-
-
-def test_a_number_that_two_journals_used_finds_each_session(tmp_path: Path) -> None:
-    """The first one was lost, and counting began anew."""
-    write(tmp_path, 1, 2)
-    writer = ArchiveWriter(tmp_path, 0, {})
-    other = record_line(1, make_row("other"), [], [])
-    writer.add(1, other)
-    writer.finish()
-    assert len(list_archives(tmp_path, 0)) == 2
-    assert archives_of(tmp_path).find(1, "other") == other
-    assert archives_of(tmp_path).find(1, "s1") == line(1)
-    assert archives_of(tmp_path).find(1, "third") is None
-    assert numbers(list(archives_of(tmp_path).all())) == [1, 1, 2]
 
 
 def test_a_session_is_taken_out_of_a_file(tmp_path: Path) -> None:

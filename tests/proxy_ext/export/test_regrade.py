@@ -130,21 +130,17 @@ async def test_parts_by_name_add_up_and_all_is_told_of_what_fails(rank: Rank) ->
     assert found["s2"]["rewards"] == {"length": 2, "polite": 0.5} and found["s2"]["new"] == 2.5
 
 
-@pytest.mark.parametrize("grader", ["my_graders.nothing", "nowhere.f", "my_graders.not_a_function"])
-async def test_a_grader_that_is_none_is_refused_before_anything_is_read(
-    rank: Rank, grader: str
+async def test_a_grader_or_a_file_that_is_none_is_refused_before_anything_is_read(
+    rank: Rank,
 ) -> None:
     await recorded(rank, s1=("a", 3.0))
-    done = await regrade(rank, grader)
-    assert done.returncode == 2 and grader in done.stderr and "Traceback" not in done.stderr
+    for grader in ("my_graders.nothing", "nowhere.f", "my_graders.not_a_function"):
+        done = await regrade(rank, grader)
+        assert done.returncode == 2 and grader in done.stderr and "Traceback" not in done.stderr
+    for out in (".", "nowhere/regraded.jsonl", "-", "/dev/null"):
+        done = await regrade(rank, "my_graders.counted", "--out", out)
+        assert done.returncode == 2 and "--out" in done.stderr, out
     assert not (rank.folder.parent / "regraded.jsonl").exists()
-
-
-@pytest.mark.parametrize("out", [".", "nowhere/regraded.jsonl", "-", "/dev/null"])
-async def test_what_is_no_file_to_go_on_with_is_refused(rank: Rank, out: str) -> None:
-    await recorded(rank, s1=("a", 3.0))
-    done = await regrade(rank, "my_graders.counted", "--out", out)
-    assert done.returncode == 2 and "--out" in done.stderr
 
 
 def test_the_summary_counts_ties_flips_and_groups_that_teach() -> None:

@@ -2,40 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
-
-from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy import Proxy
 from tests.support.proxy_fixtures import Start
-from tests.support.scripted_engine import ScriptedEngine
-
-
-async def test_an_open_session_goes_on_exactly_after_a_restart(
-    start: Start, proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    chat = proxy.service.completer.chat
-    session = await proxy.open(metadata={"a": 1})
-    key = session["api_key"]
-    messages = list(HELLO)
-    for turn in range(3):
-        if turn == 2:
-            proxy = await start()
-        ids = [*chat.tokenizer.encode(f"turn {turn}"), chat.stop_token_ids[0]]
-        engine.say(ids)
-        answer = await proxy.complete(key, messages, max_tokens=30)
-        messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
-    recorded = await proxy.recorded(session["session_id"])
-    assert [i.parent_id for i in recorded] == [None, recorded[0].id, recorded[1].id]
-    prefix = [*engine.requests[1]["input_ids"], *recorded[1].output_ids.tolist()]
-    assert engine.requests[2]["input_ids"][: len(prefix)] == prefix
-    response = await proxy.post("/rl/v1/set_reward", {"reward": 2}, key)
-    assert response.json()["interaction_id"] == recorded[2].id
-    finalized = (await proxy.post("/rl/v1/finalize", {}, key)).json()
-    assert finalized["rewards"] == {recorded[2].id: 2.0}
-    (trajectory,) = await proxy.lease()
-    assert trajectory.metadata == {"a": 1}
-    assert len(trajectory.interactions) == 3
 
 
 async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> None:
@@ -78,19 +46,3 @@ async def test_after_a_restart_a_key_leads_to_its_newest_session(
     last = await start()
     response = await last.call(key)
     assert response.json()["error"]["state"] == "aborted"
-
-
-async def test_a_clock_that_was_set_back_extends_nothing(
-    start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await proxy.open(group_id="g", group_size=2, ttl=50)
-    back = time.time() - 100_000
-    with monkeypatch.context() as patched:
-        patched.setattr("proxy_ext.sessions.session_store.time.time", lambda: back)
-        proxy = await start()
-    now = time.monotonic()
-    live = proxy.service.sessions.live[session["session_id"]]
-    assert now < live.expires <= now + 50
-    group = proxy.service.sessions.groups.get("g")
-    assert group is not None
-    assert group.deadline <= now + proxy.service.sessions.config.group_timeout

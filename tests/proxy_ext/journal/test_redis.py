@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.support.errors import fails_with
 from tests.support.journal import make_interaction
 from tests.support.journal_contract import check_journal
 from tests.support.redis_journal import (
-    LEASE,
     Machine,
     begun,
     elsewhere,
@@ -59,31 +57,6 @@ async def test_another_machine_restores_everything_from_redis(
     assert await ids(journal) == ["s1", "s2", "s3"]
     assert await journal.meta("run") == {"step": 3}
     await journal.close()
-
-
-async def test_writes_of_a_machine_that_lost_its_lease_are_refused(
-    tmp_path: Path, shared_server: RedisServer
-) -> None:
-    """Its process sleeps longer than its lease: what it writes then is not there."""
-    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
-    loser = first.open()
-    await put(loser, "s1")
-    stop(loser)  # as a process that is stopped renews nothing
-    began = time.monotonic()
-    winner = await asyncio.to_thread(second.open)
-    assert 0.3 * LEASE < time.monotonic() - began < 10
-    with pytest.raises(StoreUnavailable):
-        await put(loser, "late")
-    assert loser.stats.lost
-    with fails_with(StoreUnavailable, "another process"):
-        await ids(loser)
-    await put(winner, "s2")
-    assert await ids(winner) == ["s1", "s2"]
-    await loser.close()
-    await winner.close()
-    again = first.open()
-    assert await ids(again) == ["s1", "s2"]
-    await again.close()
 
 
 async def test_an_append_without_an_answer_is_undone(tmp_path: Path, server: RedisServer) -> None:
@@ -151,35 +124,27 @@ async def test_an_emptied_server_lets_no_other_machine_begin_with_nothing(
 ) -> None:
     """Another machine does not begin with nothing: it names the last home."""
     first, second = (Machine(tmp_path, server.url, name) for name in "ab")
-    journal = first.open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, server.url, "s1")
     await journal.close()
-    with server.client() as client:
-        client.flushall()
+    server.flush()
     with fails_with(StartupError, "gone"):
         second.open()
-    journal = first.open()
-    assert await ids(journal) == ["s1"]
-    await journal.close()
+    assert await elsewhere(tmp_path, server.url, "a") == ["s1"]
     journal = second.open()
     await put(journal, "s2")
     await journal.close()
-    with server.client() as client:
-        client.flushall()
+    server.flush()
     # The first machine still has a file, but not everything.
     with fails_with(StartupError, "gone"):
         first.open()
 
 
 async def test_a_trimmed_log_is_refused(tmp_path: Path, server: RedisServer) -> None:
-    first, second = (Machine(tmp_path, server.url, name) for name in "ab")
-    journal = first.open()
-    await put(journal, "s1", "s2", "s3")
+    stop(await begun(tmp_path, server.url, "s1", "s2", "s3"))
     with server.client() as client:
         client.xtrim(log_key(server), maxlen=1, approximate=False)
-    stop(journal)
     with fails_with(StartupError, "commit 1", "3"):
-        await asyncio.to_thread(second.open)
+        await elsewhere(tmp_path, server.url)
 
 
 async def test_a_journal_written_without_redis_goes_on_in_redis(

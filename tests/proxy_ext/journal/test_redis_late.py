@@ -13,6 +13,7 @@ import redis
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import EraseContent, PutInteraction, log_keeper, redis_log
 from proxy_ext.journal import redis_scripts as scripts
+from tests.support.errors import fails_with
 from tests.support.journal import FailingCommit, make_interaction
 from tests.support.redis_journal import (
     Late,
@@ -57,8 +58,7 @@ async def test_a_late_retract_undoes_nothing_newer(tmp_path: Path, server: Redis
 async def test_a_late_seed_empties_no_newer_log(tmp_path: Path, server: RedisServer) -> None:
     journal = await begun(tmp_path, server.url, "s1")
     seed = Late(journal, scripts.SEED)
-    with server.client() as client:
-        client.flushall()
+    server.flush()
     with pytest.raises(StoreUnavailable):
         await put(journal, "unanswered")
     await until(lambda: seed.called, "the seed")
@@ -134,8 +134,7 @@ async def test_a_process_that_wakes_late_does_not_take_the_new_log_back(
     """A person let another machine begin anew: the first must not take the log back."""
     asleep = await begun(tmp_path, server.url, "s1")
     stop(asleep)
-    with server.client() as client:
-        client.flushall()
+    server.flush()
     (note,) = (tmp_path / "runs").rglob("*.log.json")
     note.unlink()
     journal = await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
@@ -143,6 +142,8 @@ async def test_a_process_that_wakes_late_does_not_take_the_new_log_back(
     with pytest.raises(StoreUnavailable):
         await put(asleep, "late")
     assert asleep.stats.lost
+    with fails_with(StoreUnavailable, "another process"):
+        await ids(asleep)
     await put(journal, "s3")
     assert await ids(journal) == ["s2", "s3"]
     await journal.close()

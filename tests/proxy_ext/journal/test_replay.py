@@ -102,22 +102,6 @@ async def test_a_replay_of_what_was_never_trained_on_is_refused_by_name(proxy: P
         await proxy.client.request("POST", "/lease", {"owner": "next", "replay": True})
 
 
-async def test_replayed_sessions_that_are_given_back_are_handed_out_as_their_group(
-    proxy: Proxy,
-) -> None:
-    """The trainer that replayed them died, too."""
-    one, two = await group_of(proxy, "g")
-    await proxy.lease(owner="first")
-    await proxy.client.ack(owner="first", trained=[one, two], rejected=[])
-    await replay(proxy, one, two, owner="second")
-    assert await proxy.lease(owner="third") == []
-    await proxy.admit(10, owner="third")
-    assert [t.session_id for t in await proxy.lease(owner="third")] == [one, two]
-    assert (
-        await proxy.http.post("/rl/v1/start_session", json={"group_id": "g", "group_size": 2})
-    ).status_code == 409
-
-
 async def test_a_later_generation_of_the_task_stays_the_one_that_is_joined(proxy: Proxy) -> None:
     async def member() -> dict[str, Any]:
         return await proxy.open(task_id="t", group_size=2)

@@ -16,7 +16,7 @@ from any_agent.errors import StartupError
 from any_agent.runtime import boot_clock
 from proxy_ext.journal import files, open_journal, statements
 from tests.support.errors import fails_with
-from tests.support.redis_journal import Machine, elsewhere, ids, put, stop
+from tests.support.redis_journal import Machine, begun, elsewhere, ids, put, stop
 from tests.support.redis_server import RedisServer
 
 
@@ -43,11 +43,10 @@ async def test_after_a_loss_of_power_the_file_is_made_again(
 ) -> None:
     """It was not synced: anything may be on the disk."""
     machine = Machine(tmp_path, shared_server.url, "a")
-    journal = machine.open()
+    journal = await begun(tmp_path, shared_server.url, "s1", "s2")
+    file = journal.path
     (mode,) = journal.writer.connection.execute("PRAGMA synchronous").fetchone()
     assert mode == 0
-    await put(journal, "s1", "s2")
-    file = journal.path
     stop(journal)
     changed(file, "UPDATE sessions SET id = 'lost' WHERE id = 's1'")
     journal = await asyncio.to_thread(machine.open)
@@ -67,8 +66,7 @@ async def test_without_the_id_of_a_boot_no_unsynced_file_is_trusted(
 ) -> None:
     monkeypatch.setattr(boot_clock, "boot_id", lambda: "")
     machine = Machine(tmp_path, shared_server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, shared_server.url, "s1")
     stop(journal)
     assert not files.is_whole(journal.path)
     journal = await asyncio.to_thread(machine.open)
@@ -82,8 +80,7 @@ async def test_a_file_that_is_read_meanwhile_is_synced(
 ) -> None:
     """The note that it is not cannot be written then."""
     machine = Machine(tmp_path, shared_server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
+    journal = await begun(tmp_path, shared_server.url, "s1")
     stop(journal)
     with closing(sqlite3.connect(journal.path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
@@ -98,11 +95,9 @@ async def test_after_a_normal_end_another_boot_changes_nothing(
     tmp_path: Path, server: RedisServer, another_boot: Callable[[], None]
 ) -> None:
     machine = Machine(tmp_path, server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
-    file = journal.path
+    journal = await begun(tmp_path, server.url, "s1")
     await journal.close()
-    changed(file, "UPDATE sessions SET id = 'kept' WHERE id = 's1'")
+    changed(journal.path, "UPDATE sessions SET id = 'kept' WHERE id = 's1'")
     another_boot()
     journal = machine.open()
     assert await ids(journal) == ["kept"]
@@ -140,11 +135,8 @@ async def test_an_unsynced_file_does_not_begin_a_lost_log_anew(
 ) -> None:
     """Refuse to begin with a file that nobody has whole."""
     machine = Machine(tmp_path, server.url, "a")
-    journal = machine.open()
-    await put(journal, "s1")
-    stop(journal)
-    with server.client() as client:
-        client.flushall()
+    stop(await begun(tmp_path, server.url, "s1"))
+    server.flush()
     another_boot()
     with fails_with(StartupError, "synced"):
         machine.open()

@@ -15,6 +15,7 @@ from proxy_ext.server import entry_of
 from tests.support.errors import fails_with
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.sessions import count_polls
 
 Deed = Callable[[RLClient], Awaitable[object]]
 DEEDS: dict[str, Deed] = {
@@ -66,11 +67,13 @@ async def test_a_replaced_trainer_is_kept_out_after_a_restart(start: Start) -> N
         assert again.service.fence.epoch == 6
 
 
-async def test_a_waiting_poll_of_a_replaced_trainer_gets_nothing(proxy: Proxy) -> None:
+async def test_a_waiting_poll_of_a_replaced_trainer_gets_nothing(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = count_polls(proxy, monkeypatch)
     async with trainer(proxy, 1) as old, trainer(proxy, 2) as new:
         poll = asyncio.create_task(old.lease(owner="old", wait=60))
-        waiters = proxy.service.sessions.ready._waiters  # type: ignore[attr-defined]
-        await until(lambda: len(waiters) == 1)
+        await until(lambda: waiting() == 1)
         await new.set_capacity(limit=30, ttl=60, owner="new", held=[])
         session = await proxy.finished_session()
         with pytest.raises(StaleOwner):

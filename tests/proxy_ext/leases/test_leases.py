@@ -26,7 +26,7 @@ from tests.support.journal import make_row
 from tests.support.proxy import HELLO, LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import finalize, hold_commits, info, played
+from tests.support.sessions import count_polls, finalize, hold_commits, info
 
 
 async def state(proxy: Proxy, session_id: str) -> str:
@@ -36,23 +36,6 @@ async def state(proxy: Proxy, session_id: str) -> str:
 async def some(proxy: Proxy, number: int, **fields: Any) -> list[str]:
     """Ids of sessions that are finalized."""
     return [(await proxy.finished_session(**fields))["session_id"] for _ in range(number)]
-
-
-async def test_a_lease_carries_all_that_a_trainer_needs(
-    proxy: Proxy, engine: ScriptedEngine
-) -> None:
-    session = await played(proxy, task_id="t", group_size=1, metadata={"k": [1, {"a": None}]})
-    body = {"reward": 0.25, "completion_id": session["completion"]}
-    await proxy.post("/rl/v1/set_reward", body, session["api_key"])
-    await finalize(proxy, session)
-    (trajectory,) = await proxy.lease()
-    assert (trajectory.task_id, trajectory.metadata) == ("t", {"k": [1, {"a": None}]})
-    assert trajectory.final_reward is None
-    (interaction,) = trajectory.interactions
-    (recorded,) = await proxy.recorded(session["session_id"])
-    assert interaction.reward == recorded.reward == 0.25
-    assert interaction.output_ids.tolist() == recorded.output_ids.tolist()
-    assert interaction.prompt_delta_ids.tolist() == engine.requests[0]["input_ids"]
 
 
 async def test_a_lease_has_at_most_max_groups_groups_and_a_bounded_size(
@@ -77,25 +60,16 @@ async def test_a_lease_has_at_most_max_groups_groups_and_a_bounded_size(
     assert (response.status_code, response.content) == (204, b"")
 
 
-async def test_a_long_poll_wakes_at_once(proxy: Proxy) -> None:
-    polls = [asyncio.create_task(proxy.lease(wait=60)) for _ in range(2)]
-    session = await played(proxy)
-    async with asyncio.timeout(60):
-        await finalize(proxy, session, final_reward=1)
-        done, (other,) = await asyncio.wait(polls, return_when=asyncio.FIRST_COMPLETED)
-        assert [len(p.result()) for p in done] == [1]
-        await proxy.finished_session()
-        assert len(await other) == 1
-
-
-async def test_a_poll_whose_client_left_takes_nothing(proxy: Proxy) -> None:
+async def test_a_poll_whose_client_left_takes_nothing(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = count_polls(proxy, monkeypatch)
     async with httpx.AsyncClient(base_url=proxy.url) as gone:
         body = {"owner": "gone", "wait": 60}
         poll = asyncio.create_task(gone.post("/rl/v1/lease", json=body))
-        waiters: Any = proxy.service.sessions.ready._waiters  # type: ignore[attr-defined]
-        await until(lambda: len(waiters) == 1)
+        await until(lambda: waiting() == 1)
         poll.cancel()
-        await until(lambda: len(waiters) == 0, "the poll of a client that left goes on")
+        await until(lambda: waiting() == 0, "the poll of a client that left goes on")
     session = await proxy.finished_session()
     (trajectory,) = await proxy.lease(owner="here")
     assert trajectory.session_id == session["session_id"]
@@ -231,7 +205,7 @@ async def test_export_leases_what_it_exports(proxy: Proxy) -> None:
     session = await proxy.open()
     id, key = session["session_id"], session["api_key"]
     response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": [id]})
-    refusal(response, 409, "not_finalized", "")
+    refusal(response, 409, "not_finalized")
     first = await proxy.complete(key, max_tokens=5)
     await proxy.post("/rl/v1/set_reward", {"reward": 1}, key)
     await finalize(proxy, session, final_reward=2)
@@ -261,9 +235,6 @@ async def test_an_export_that_is_refused_leases_nothing(proxy: Proxy) -> None:
     # An earlier export's lease is not touched by it.
     assert [await state(proxy, s) for s in (id, other)] == ["finalized", "leased"]
     assert [t.session_id for t in await proxy.lease()] == [id]
-
-
-# -- weight updates ----------------------------------------------------------------------------
 
 
 async def test_a_pause_ends_by_itself(proxy: Proxy, engine: ScriptedEngine) -> None:
@@ -319,7 +290,7 @@ async def test_what_is_given_back_together_keeps_its_own_holders(proxy: Proxy) -
         assert row is not None and (row.state, row.owner) == ("finalized", owner)
     # What a trainer has had may be in a step that was killed, and will be asked for as it was.
     response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": [had]})
-    refusal(response, 409, "in_training", "")
+    refusal(response, 409, "in_training")
     assert list(await proxy.export(exported)) == [exported]
     await proxy.client.set_run("finished", step=1, checkpoint=None)
     assert list(await proxy.export(had)) == [had]
@@ -335,6 +306,11 @@ class Counted(dict[str, RecordedSession]):
         return super().get(id, default)
 
 
+def finalized(live: dict[str, RecordedSession], number: int) -> RecordedSession:
+    row = make_row(f"s{number}", created_at=float(number), state=SessionState.FINALIZED)
+    return live.setdefault(row.id, RecordedSession(row))
+
+
 def index_of(live: dict[str, RecordedSession]) -> LeaseIndex:
     return LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, min_size=1))
 
@@ -343,9 +319,7 @@ def test_a_poll_looks_at_what_it_returns_alone() -> None:
     live = Counted()
     leasable = index_of(live)
     for k in range(1000):
-        row = make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
-        live[row.id] = RecordedSession(row)
-        leasable.update(live[row.id])
+        leasable.update(finalized(live, k))
     assert [s.id for (s,) in leasable.first(2)] == ["s0", "s1"]
     live.looks = 0
     for _ in range(100):
@@ -358,12 +332,11 @@ def test_without_a_polling_trainer_nothing_piles_up(monkeypatch: pytest.MonkeyPa
     live: dict[str, RecordedSession] = {}
     leasable = index_of(live)
     for k in range(100):
-        row = make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
-        session = live[row.id] = RecordedSession(row)
+        session = finalized(live, k)
         leasable.update(session)
         if k != 50:
-            session.row = replace(row, state=SessionState.ABORTED)
-            del live[row.id]
+            session.row = replace(session.row, state=SessionState.ABORTED)
+            del live[session.id]
             leasable.update(session)
     kept = [each for each in vars(leasable).values() if isinstance(each, list | set | dict)]
     assert sum(map(len, kept)) < 20

@@ -15,7 +15,7 @@ from tests.support.sessions import abort, awaiting, info
 
 
 async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
-    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
+    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code)
 
 
 def end_time(proxy: Proxy) -> Group:
@@ -34,7 +34,7 @@ async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> Non
     end_time(proxy)
     trajectories = await proxy.lease(wait=60)
     assert len(trajectories) == 2
-    late = refusal(await proxy.call(still_open["api_key"]), 410, "session_closed", "")
+    late = refusal(await proxy.call(still_open["api_key"]), 410, "session_closed")
     assert late["state"] == "expired"
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"]) == (3, 0)
@@ -147,16 +147,6 @@ async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> No
     assert (await proxy.open(**task))["group_id"] != first["group_id"]
     await abort(proxy, first, keep_place=True)
     assert {trajectory.session_id for trajectory in await proxy.lease()} == set(done)
-
-
-async def test_an_empty_group_keeps_its_slots_until_its_time_is_over(start: Start) -> None:
-    proxy = await start(admit=2)
-    for _ in range(3):
-        await abort(proxy, await proxy.open(group_id="g", group_size=2), keep_place=True)
-    assert await slots(proxy) == (5, 2, 0)
-    end_time(proxy)
-    await until(lambda: not proxy.service.sessions.groups.all())
-    assert await slots(proxy) == (3, 0, 0)
 
 
 async def test_no_session_gets_a_place_in_a_group_that_is_over(start: Start) -> None:

@@ -67,7 +67,7 @@ async def test_deleted_content_is_gone_from_the_disk(proxy: Proxy, start: Start)
     shown = await info(other, session)
     assert (shown["state"], shown["content"], shown["interactions"]) == ("rejected", "deleted", 0)
     assert found_on_disk(other) == []
-    refusal(await other.call(session["api_key"]), 410, "session_closed", "")
+    refusal(await other.call(session["api_key"]), 410, "session_closed")
 
 
 async def test_a_call_under_way_at_a_deletion_leaves_nothing(
@@ -89,12 +89,12 @@ async def test_a_session_that_training_needs_is_not_deleted(proxy: Proxy) -> Non
     session, unknown = await finalized(proxy), await proxy.finished_session()
     for _ in range(2):
         assert len(await proxy.lease()) == 1
-    refusal(await delete(proxy, session), 409, "in_training", "")
+    refusal(await delete(proxy, session), 409, "in_training")
     await ack(proxy, session, step=3)
     await ack(proxy, unknown, step=None)
     # The oldest kept checkpoint is of step 2: a resume from it trains on step 3 again.
     await proxy.client.set_run("training", step=3, checkpoint=None, oldest_step=2)
-    error = refusal(await delete(proxy, session), 409, "in_training", "")
+    error = refusal(await delete(proxy, session), 409, "in_training")
     assert error["state"] == "trained"
     assert found_on_disk(proxy)
     await proxy.client.set_run("training", step=4, checkpoint=None, oldest_step=3)
@@ -102,7 +102,7 @@ async def test_a_session_that_training_needs_is_not_deleted(proxy: Proxy) -> Non
     assert (now["state"], now["step"], now["content"]) == ("trained", 3, "deleted")
     assert found_on_disk(proxy) == []
     # Whether a step of unknown number is made again, nobody knows.
-    refusal(await delete(proxy, unknown), 409, "in_training", "")
+    refusal(await delete(proxy, unknown), 409, "in_training")
 
 
 async def test_a_session_that_a_killed_trainer_had_is_not_deleted(
@@ -113,9 +113,9 @@ async def test_a_session_that_a_killed_trainer_had_is_not_deleted(
     assert [len(await proxy.lease(owner="killed")) for _ in range(2)] == [1, 1]
     await proxy.admit(1000, owner="next")
     for again in (proxy, await start()):
-        refusal(await delete(again, session), 409, "in_training", "")
+        refusal(await delete(again, session), 409, "in_training")
         veto = await again.post(f"/rl/v1/sessions/{session['session_id']}/veto", {})
-        refusal(veto, 409, "in_training", "")
+        refusal(veto, 409, "in_training")
     await again.client.set_run("finished", step=1, checkpoint=None)
     assert (await delete(again, session)).json()["reason"] == "deleted"
     veto = await again.post(f"/rl/v1/sessions/{other['session_id']}/veto", {})
@@ -135,7 +135,7 @@ async def test_a_deleted_session_is_not_replayed(proxy: Proxy) -> None:
     assert sorted((erased.status_code, replayed.status_code)) == [200, 409]
     if erased.status_code == 200:
         later = await proxy.http.post("/rl/v1/lease", json=body)
-        refusal(later, 409, "not_replayable", "")
+        refusal(later, 409, "not_replayable")
 
 
 async def test_a_deletion_that_cannot_be_written_changes_nothing(proxy: Proxy) -> None:

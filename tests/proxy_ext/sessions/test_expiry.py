@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from any_agent.errors import StoreUnavailable
 from any_agent.runtime import boot_clock
 from any_agent.runtime.boot_clock import clock_stamp
 from any_agent.types import SessionState
@@ -21,7 +22,7 @@ from tests.support.journal import make_row
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import awaiting, info, over, unwritable
+from tests.support.sessions import awaiting, info, over
 
 
 def grow_idle(proxy: Proxy, session: dict[str, Any], seconds: float) -> None:
@@ -39,7 +40,7 @@ async def test_an_idle_session_expires_and_a_heartbeat_does_not_prolong_its_ttl(
     now = await over(proxy, session)
     assert (now["state"], now["reason"][:13]) == ("expired", "idle for 0.05")
     assert now["ended_at"] is not None
-    error = refusal(await proxy.call(session["api_key"]), 410, "session_closed", "")
+    error = refusal(await proxy.call(session["api_key"]), 410, "session_closed")
     assert error["state"] == "expired"
     proxy = await start("sessions.idle_timeout=1000", admit=10)
     session = await proxy.open(ttl=0.3)
@@ -96,23 +97,11 @@ async def test_a_call_under_way_is_not_idle(proxy: Proxy, engine: ScriptedEngine
     assert (await over(proxy, session))["state"] == "expired"
 
 
-async def test_an_expiry_that_cannot_be_written_is_tried_again(proxy: Proxy) -> None:
-    session = await proxy.open()
-    with unwritable(proxy.service.journal):
-        proxy.end_ttl(session)
-        await proxy.service.expiry.sweep()
-        assert session["session_id"] in proxy.service.sessions.live
-    assert (await over(proxy, session))["state"] == "expired"
-
-
-# -- restarts --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", [-50_000.0, 50_000.0])
 async def test_time_goes_on_while_the_proxy_is_down_whatever_the_wall_clock_is_set_to(
     start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    session = await proxy.open(ttl=500)
+    session = await proxy.open(ttl=500, group_id="g", group_size=2)
     waiting = await awaiting(proxy, 400)
     wall, boot = time.time, boot_clock.boot_seconds
     monkeypatch.setattr(time, "time", lambda: wall() + step)
@@ -122,6 +111,9 @@ async def test_time_goes_on_while_the_proxy_is_down_whatever_the_wall_clock_is_s
     assert (now["state"], 450 < now["expires_in"] <= 500) == ("open", True)
     now = await info(again, waiting)
     assert (now["state"], 350 < now["awaits_in"] <= 400) == ("awaiting_reward", True)
+    group = again.service.sessions.groups.get("g")
+    assert group is not None
+    assert group.deadline <= time.monotonic() + again.service.sessions.config.group_timeout
     monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + 450)
     later = await start()
     now = await info(later, session)
@@ -144,9 +136,6 @@ def test_without_the_boots_clock_the_wall_clock_is_left(monkeypatch: pytest.Monk
     assert session_age(row) == pytest.approx(30, abs=1)
     monkeypatch.setattr(time, "time", lambda: row.created_at - 100)
     assert session_age(row) == 0, "set back before the opening"
-
-
-# -- deadlines -------------------------------------------------------------------------------------
 
 
 def test_deadlines_fire_in_order_and_once() -> None:
@@ -180,7 +169,13 @@ async def test_a_session_that_cannot_be_ended_holds_up_no_other_expiry(
     """And is ended itself, once that is possible."""
     proxy = await start("sessions.idle_timeout=0.05", admit=10)
     sessions = [await proxy.open() for _ in range(3)]
-    expire, failures = proxy.service.endings.expire, [RuntimeError("a fault of ours")]
+    expire, failures = (
+        proxy.service.endings.expire,
+        [
+            RuntimeError("a fault of ours"),
+            StoreUnavailable("no space left"),
+        ],
+    )
 
     async def failing(session: RecordedSession, reason: str) -> None:
         if failures:

@@ -45,10 +45,10 @@ async def test_what_was_opened_on_a_grant_is_its_granters_alone(proxy: Proxy, st
     # A trainer that names it is told why not.
     for more, code in (({}, "on_a_grant"), ({"replay": True}, "not_replayable")):
         body = {"owner": "trainer", "session_ids": [id], **more}
-        refusal(await proxy.http.post("/rl/v1/lease", json=body), 409, code, "")
+        refusal(await proxy.http.post("/rl/v1/lease", json=body), 409, code)
     assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
     response = await proxy.http.post("/rl/v1/lease", json={"owner": GRANT_OWNER})
-    assert refusal(response, 400, "invalid_request", "")["param"] == "owner"
+    assert refusal(response, 400, "invalid_request")["param"] == "owner"
     # Neither a trainer's messages nor a second export end an export; given back it is as before.
     await proxy.export(id)
     await proxy.admit(1000)
@@ -95,10 +95,10 @@ async def test_without_training_a_session_opens_on_a_grant_alone(
     body = {"task_id": "task"}
     async with ArealClient(proxy.url, None) as client:
         episode = await granted(client)
-        refusal(await proxy.post("/rl/start_session", body), 409, "run_finished", "")
+        refusal(await proxy.post("/rl/start_session", body), 409, "run_finished")
         # Grants are not for our own opens.
         await client.grant_capacity()
-        refusal(await proxy.post("/rl/v1/start_session", {}), 409, "run_finished", "")
+        refusal(await proxy.post("/rl/v1/start_session", {}), 409, "run_finished")
         assert len(await client.export(episode.session_id)) == 1
 
 
@@ -123,8 +123,8 @@ async def test_a_grant_that_is_not_used_can_be_taken_back(proxy: Proxy, start: S
         for body, left in (({"of": "run"}, 1), (back | {"of": "run"}, 0), (back, 0)):
             response = await proxy.post("/grant_capacity", body)
             assert response.json() == {"capacity": left}
-        refusal(await proxy.post("/grant_capacity", back), 409, "no_grant", "")
-        refusal(await proxy.post("/grant_capacity", {"change": 2}), 400, "invalid_request", "")
+        refusal(await proxy.post("/grant_capacity", back), 409, "no_grant")
+        refusal(await proxy.post("/grant_capacity", {"change": 2}), 400, "invalid_request")
         assert (await proxy.capacity())["grants"] == 0
     again = await start()
     assert (await again.capacity())["grants"] == 0
@@ -137,7 +137,7 @@ async def test_an_open_for_a_grant_alone_ends_nothing_without_one(proxy: Proxy) 
         body = {"task_id": "task", "api_key": episode.api_key}
         for more, headers in (({"grant_only": True}, {}), ({}, {GRANT_ONLY_HEADER: "1"})):
             response = await proxy.post("/rl/start_session", body | more, **headers)
-            refusal(response, 429, "no_capacity", "")
+            refusal(response, 429, "no_capacity")
         assert (await state_of(proxy, episode))[0] is SessionState.OPEN
         await client.grant_capacity()
         response = await proxy.post("/rl/start_session", body, **{GRANT_ONLY_HEADER: "1"})

@@ -232,7 +232,8 @@ class Walker(Rank):
 
     async def step_abort(self) -> None:
         for session in self._some(SessionState.OPEN, SessionState.AWAITING_REWARD)[:1]:
-            await self.endings.abort(session, "by a test")
+            keep = self._random.random() < 0.5
+            await self.endings.abort(session, "by a test", keep_place=keep)
 
     async def step_expire(self) -> None:
         for session in self._some(SessionState.OPEN)[:1]:

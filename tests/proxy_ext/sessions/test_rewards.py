@@ -87,7 +87,7 @@ async def test_names_without_weights_weigh_one_and_are_bounded(proxy: Proxy) -> 
     for part in range(2):
         await give(proxy, key, reward={f"n{part}-{k}": 1 for k in range(31)})
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1, "name": "one-more"}, key)
-    refusal(response, 422, "too_many_reward_names", "")
+    refusal(response, 422, "too_many_reward_names")
 
 
 async def test_unknown_names_are_refused(weighted: Proxy) -> None:
@@ -131,24 +131,10 @@ async def test_bodies_that_are_no_reward_are_refused(proxy: Proxy) -> None:
     for path, bodies in BAD_BODIES.items():
         for body in bodies:
             response = await proxy.post(f"/rl/v1/{path}", body, key)
-            error = refusal(response, 400, "invalid_request", "")
+            error = refusal(response, 400, "invalid_request")
             assert "function" not in error["message"], "no word of how bodies are read"
     now = await info(proxy, id)
     assert (now["state"], now["rewards_given"]) == ("open", 0)
-
-
-async def test_revisions_of_one_session_are_bounded(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is kept, and read at the next one: an agent must not slow down its rank by them."""
-    monkeypatch.setattr(rewards, "MAX_GIVEN", 3)
-    key = (await proxy.open())["api_key"]
-    for k in range(3):
-        assert (await proxy.post("/rl/v1/set_reward", {"final_reward": k}, key)).status_code == 200
-    response = await proxy.post("/rl/v1/set_reward", {"final_reward": 4}, key)
-    refusal(response, 422, "too_many_rewards", "")
-    await proxy.complete(key)
-    assert (await proxy.post("/rl/v1/finalize", {}, key)).json()["final_reward"] == 2.0
 
 
 async def test_the_trainer_gets_what_was_last_acknowledged(proxy: Proxy) -> None:
@@ -168,7 +154,7 @@ async def test_the_trainer_gets_what_was_last_acknowledged(proxy: Proxy) -> None
         assert (await info(proxy, id))["state"] == state
         for body in ({"reward": 9}, {"final_reward": 9}):
             response = await proxy.post("/rl/v1/set_reward", body, key)
-            refusal(response, 410, "session_closed", "")
+            refusal(response, 410, "session_closed")
     (trajectory,) = await proxy.lease(owner="b")
     assert trajectory.final_reward == 1
     now = await info(proxy, id)
@@ -208,8 +194,6 @@ async def test_a_reward_says_who_gave_it(start: Start) -> None:
         ("session", 3),
     ]
     assert now["opened_by"] == "admin"
-    at = [r["at"] for r in now["reward_history"]]
-    assert at == sorted(at)
     # The agent itself sees it, too.
     own = {"authorization": f"Bearer {key}"}
     response = await proxy.http.get(f"/rl/v1/sessions/{id}", headers=own)

@@ -16,7 +16,7 @@ from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import finalize, hold_commits, info, played
+from tests.support.sessions import finalize, hold_commits, played
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -30,7 +30,7 @@ async def waiting(proxy: Proxy, slots: int) -> None:
 
 
 async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
-    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code, "")
+    refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code)
 
 
 async def slots(proxy: Proxy) -> tuple[int, int, int]:
@@ -41,14 +41,9 @@ async def slots(proxy: Proxy) -> tuple[int, int, int]:
 async def test_an_open_answers_with_the_session_and_its_key(start: Start) -> None:
     proxy = await start("sessions.ttl=100")
     session = await proxy.open(task_id="task", mode="eval", ttl=60, metadata={"a": [1]})
-    assert session["session_id"].startswith("ses-0-")
-    assert session["api_key"].startswith("sk-v1.0.")
     assert session["base_url"] == f"{proxy.url}/v1"
     assert (session["mode"], session["version"], session["task_id"]) == ("eval", 0, "task")
     assert session["expires_in"] == pytest.approx(60, abs=1)
-    assert (await info(proxy, session))["state"] == "open"
-    (listed,) = (await proxy.http.get("/rl/v1/sessions")).json()
-    assert listed["session_id"] == session["session_id"]
     # A ttl over the run's is cut.
     assert (await proxy.open(mode="eval", ttl=5000))["expires_in"] == pytest.approx(100)
 
@@ -112,7 +107,7 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
             with pytest.raises(RunFinished):
                 await task
     response = await proxy.http.post("/rl/v1/start_session", json={"wait": 60})
-    error = refusal(response, 409, "run_finished", "")
+    error = refusal(response, 409, "run_finished")
     assert (error["run"]["checkpoint"], error["run"]["step"]) == ("/ckpt", 7)
     # Inference and eval go on, without a session too.
     await played(proxy, mode="eval")
@@ -120,9 +115,6 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     assert (await proxy.call("DUMMY")).status_code == 200
     assert (await proxy.http.get("/rl/v1/run")).json()["state"] == "finished"
     await client.close()
-
-
-# -- groups ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [{}, {"group_id": "g", "group_size": 3}])
@@ -212,15 +204,12 @@ async def test_one_too_many_that_waited_joins_a_tasks_next_generation_alone(
         assert await slots(proxy) == (8, 0, 8)
 
 
-# -- ends and lanes ----------------------------------------------------------------------------
-
-
 async def test_while_a_session_is_being_ended_it_takes_no_more_calls(proxy: Proxy) -> None:
     """Its end waits for answers that are being recorded, and a new call must not prolong that."""
     opened = await proxy.open(mode="eval")
     session = proxy.service.sessions.live[opened["session_id"]]
     session.closing = True
-    refusal(await proxy.call(opened["api_key"]), 410, "session_closed", "")
+    refusal(await proxy.call(opened["api_key"]), 410, "session_closed")
     session.closing = False
     assert (await proxy.call(opened["api_key"])).status_code == 200
 

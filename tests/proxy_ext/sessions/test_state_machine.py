@@ -65,9 +65,6 @@ def test_each_event_is_allowed_to_the_scopes_of_the_table() -> None:
             assert RULES[route].scopes == scopes[rule.by], rule
 
 
-# -- every event in every state, over HTTP ---------------------------------------------------------
-
-
 async def make_leased(proxy: Proxy) -> dict[str, Any]:
     session = await proxy.finished_session()
     await ok(lease(proxy, session))
@@ -178,7 +175,7 @@ async def test_every_event_is_answered_as_the_table_says(state: SessionState, st
             continue
         code, _ = refused_with(state, event)
         status = 410 if code == "session_closed" else 409
-        error = refusal(response, status, code, "")
+        error = refusal(response, status, code)
         # A replay may name many: its message says which are wrong, and how they are.
         assert (
             f"is {state}" in error["message"] if event is Event.REPLAY else error["state"] == state

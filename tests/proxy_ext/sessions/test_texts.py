@@ -73,7 +73,7 @@ async def test_without_kept_texts_nothing_said_is_on_disk_or_in_memory(
     settings = ("sessions.group_size=1", "sessions.min_group_size=1")
     settings = (*settings, f"sessions.store_content={str(kept).lower()}")
     proxy = await start(*settings, admit=10)
-    session = await proxy.open(metadata={"mine": "the caller's"})
+    session = await proxy.open(task_id="t", metadata={"mine": ["the caller's", None]})
     key, id = session["api_key"], session["session_id"]
     messages = await talk(proxy, engine, key, 3)
     assert bool(said_on_disk(tmp_path)) is kept
@@ -92,7 +92,7 @@ async def test_without_kept_texts_nothing_said_is_on_disk_or_in_memory(
     assert (await proxy.post("/rl/v1/set_reward", reward, key)).status_code == 200
     await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
     (trajectory,) = await proxy.lease()
-    assert trajectory.metadata == {"mine": "the caller's"}
+    assert (trajectory.task_id, trajectory.metadata) == ("t", {"mine": ["the caller's", None]})
     ids = np.concatenate([np.r_[i.prompt_delta_ids, i.output_ids] for i in trajectory.interactions])
     sent = [*engine.requests[-1]["input_ids"], *trajectory.interactions[-1].output_ids.tolist()]
     assert ids.tolist() == sent

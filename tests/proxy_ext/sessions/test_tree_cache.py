@@ -28,8 +28,6 @@ from tests.support.sessions import abort, finalize, played
 COLD = "sessions.hot_bytes=0"
 """Whatever is not in use is let go."""
 
-# -- the same as if they had stayed in memory ------------------------------------------------------
-
 
 def plain(interactions: Sequence[Interaction]) -> list[Any]:
     """Interactions without what is another one in every run: ids and times."""
@@ -99,9 +97,6 @@ async def test_a_session_read_back_from_the_journal_behaves_the_same(
     assert await walk(cold, engine, seed) == await walk(warm, engine, seed)
     assert cold.service.sessions.trees.reads > 20
     assert warm.service.sessions.trees.reads == 0
-
-
-# -- what is read, and when ------------------------------------------------------------------------
 
 
 async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
@@ -204,9 +199,6 @@ async def test_the_least_recently_wanted_tree_is_evicted_first(start: Start) -> 
     await abort(proxy, opened[2])
     assert trees.bytes < 2 * each
     assert len(trees) == 1
-
-
-# -- keys of earlier versions ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [None, b"k" * 16])

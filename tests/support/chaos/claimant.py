@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.errors import StartupError, StoreUnavailable
-from proxy_ext.journal import SQLiteJournal, redis
-from tests.support.redis_journal import Machine, put
+from proxy_ext.journal import SQLiteJournal
+from tests.support.redis_journal import Machine, be_machine, put
 
 
 async def main(folder: Path, url: str, name: str, lease: float) -> None:
-    # As of two machines: neither sees whether the other's process lives.
-    redis._machine = redis._boot = lambda: name
+    be_machine(name)
     machine = Machine(folder, url, name)
     number = 0
     while True:

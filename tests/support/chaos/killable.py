@@ -180,11 +180,11 @@ def serve_proxy(
     import uvicorn
 
     from proxy_ext.app import create_app
-    from proxy_ext.journal import redis as redis_journal
     from proxy_ext.web.protocol import BoundedProtocol
+    from tests.support.redis_journal import be_machine
 
     if machine:
-        redis_journal._machine = redis_journal._boot = lambda: machine
+        be_machine(machine)
     config = load_config(None, settings, {})
     app = create_app(
         config,
