@@ -93,7 +93,7 @@ bench-check: $(DEV) ## compare the benchmarks' ratios with the last ones kept: w
 	@$(RUN) benchmarks/check.py $(ARGS)
 
 learn: $(DEV) ## check over many seeds that models learn: the demo's, its control not, and on datasets
-	@$(RUN) tests/e2e/learn.py $(ARGS)
+	@$(RUN) benchmarks/learning/learn.py $(ARGS)
 
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
 	$(call apt,redis-server,redis-server)
