@@ -21,7 +21,7 @@ from tests.chaos.test_proxy_kills import PACE, SETTINGS, Load, judge, under_fire
 from tests.support.chaos.killable import Killable, MovingProxy, engine_in_thread
 from tests.support.cut_link import CutLink
 from tests.support.e2e import audit
-from tests.support.proxy import HELLO, config_for, turned_away
+from tests.support.proxy import config_for, turned_away
 from tests.support.redis_server import RedisServer
 
 LEASE = "server.journal_lease=1"
@@ -167,58 +167,3 @@ def check(
     config = config_for(proxy.disk.parent, f"server.journal_dir={proxy.disk}")
     figure(f"longest away {max(away):.2f} s")
     judge(load, engine, counters, trial_dir(config), away, figure)
-
-
-@pytest.mark.timeout(1800)
-def test_many_open_sessions_are_taken_over_by_another_machine(
-    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
-) -> None:
-    """With the default lease, which its new machine waits for."""
-    count = 10_000 if long else 300
-    with RedisServer(tmp_path / "redis") as server, engine_in_thread(tiny_model_dir) as engine:
-        proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, server.url)
-        try:
-            proxy.start()
-            keys = asyncio.run(open_sessions(proxy.url, count))
-            proxy.kill()
-            began = time.monotonic()
-            proxy.start()
-            away = time.monotonic() - began
-            figure(f"{count} open sessions are served elsewhere after {away:.2f} s")
-            asyncio.run(call_each(proxy.url, random.Random(0).sample(keys, 50)))
-            counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
-        finally:
-            Killable.kill(proxy)
-        assert counters.states["open"] == count
-        # In the short form the start of the process takes most of it.
-        assert away < 10 or not long
-
-
-async def open_sessions(url: str, count: int) -> list[str]:
-    """Open sessions, of which every tenth makes a call; return their keys."""
-    places = asyncio.Semaphore(32)
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
-
-        async def open_one(_: int) -> str:
-            async with places:
-                response = await http.post("/rl/v1/start_session", json={"mode": "eval"})
-            assert response.status_code == 200, response.text
-            return str(response.json()["api_key"])
-
-        keys = await asyncio.gather(*map(open_one, range(count)))
-    await call_each(url, keys[::10])
-    return keys
-
-
-async def call_each(url: str, keys: list[str]) -> None:
-    places = asyncio.Semaphore(8)
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
-
-        async def call(key: str) -> None:
-            headers = {"Authorization": f"Bearer {key}"}
-            body = {"model": "any", "messages": HELLO, "max_tokens": 8}
-            async with places:
-                response = await http.post("/v1/chat/completions", json=body, headers=headers)
-            assert response.status_code == 200, response.text
-
-        await asyncio.gather(*map(call, keys))

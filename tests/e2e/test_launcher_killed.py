@@ -105,9 +105,9 @@ async def left_of(served: Served) -> list[str]:
 
 
 async def test_no_part_outlives_a_killed_launcher_and_the_same_command_is_accepted_at_once(
-    arguments: list[str], tmp_path: Path, request: pytest.FixtureRequest
+    arguments: list[str], tmp_path: Path, long: bool
 ) -> None:
-    tries = LONG if request.config.getoption("--long") else SHORT
+    tries = LONG if long else SHORT
     for number in range(tries):
         with serve(*arguments, cwd=tmp_path) as served:
             run = run_of(tmp_path)

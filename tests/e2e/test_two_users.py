@@ -16,8 +16,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -249,23 +247,6 @@ def test_no_file_of_the_run_is_another_users_to_read(live: Live) -> None:
     files = {path for path in run.path.rglob("*") if not path.name.startswith(".")}
     assert files > secret
     assert as_nobody(folders=[str(run.path)], files=[*map(str, files)])["files"] == []
-
-
-def test_the_operator_is_served_beside_another_users_attempts(live: Live) -> None:
-    """The doctor finds the run's engines and their key by the trial's name."""
-    config = live.node.config
-    named = ["--experiment", config.experiment, "--trial", config.trial, f"root={config.root}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "any_agent.cli", "doctor", "--json", *named, f"user={config.user}"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    verdicts = json.loads(done.stdout)["verdicts"]
-    answers = [one for one in verdicts if one["law"] == "engine"]
-    assert len(answers) == config.server.ranks, done.stdout
-    assert all("serves" in one["seen"] for one in answers), answers
 
 
 def _engines(live: Live) -> list[httpx.URL]:
