@@ -30,6 +30,7 @@ from tests.chaos.test_scopes import (
 from tests.support import litellm
 from tests.support.chaos.noting_proxy import NEW_ROUTE
 from tests.support.fake_provider import Provider
+from tests.support.waiting import until
 
 _TURNS = 8
 _ANSWERED_WITHIN = 4.0
@@ -67,7 +68,12 @@ async def test_every_route_of_litellm_lets_in_only_the_right_kinds_of_keys(
         program = ("tests.support.chaos.noting_proxy", str(notes))
         own = {"config": str(path)}
         async with service_at(tmp_path, tiny_model_dir, *program, litellm=own) as service:
-            await until_litellm_serves(service)
+
+            async def serves() -> bool:
+                async with service.http.get(f"{service.proxy}/readyz") as answer:
+                    return "litellm" not in await answer.json()
+
+            await until(serves, "LiteLLM", within=240)
             await nobody_gets_further_than_the_table_says(service, notes, figure, long=long)
             assert not provider.requests
             await an_admin_reaches_each(service, notes, figure)
@@ -83,15 +89,6 @@ async def test_every_route_of_litellm_lets_in_only_the_right_kinds_of_keys(
             assert (unknown.status, unknown.code) == (404, "not_found")
     log = (tmp_path / "proxy.log").read_text()
     assert litellm.SECRET not in log
-
-
-async def until_litellm_serves(service: Service) -> None:
-    async with asyncio.timeout(240):
-        while True:
-            async with service.http.get(f"{service.proxy}/readyz") as answer:
-                if "litellm" not in await answer.json():
-                    return
-            await asyncio.sleep(0.25)
 
 
 async def nobody_gets_further_than_the_table_says(

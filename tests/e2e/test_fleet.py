@@ -27,6 +27,7 @@ from any_agent.types import SessionState
 from tests.e2e.chaos import Chaos, Plan, beside, chaos_config, told
 from tests.support.e2e import audit
 from tests.support.e2e.crowd import Crowd
+from tests.support.waiting import until
 
 _NOISE = 0.3
 """The share of rewards that are chance: groups never cease to differ."""
@@ -135,13 +136,11 @@ class ChangingFleet(Chaos):
         assert process.returncode == 0, out.decode()
 
     async def _until(self, node: Node, met: Callable[[Fleet], bool]) -> None:
-        async with asyncio.timeout(_CHANGE_TIMEOUT):
-            while True:
-                fleet = load_fleet(node.dir.fleet)
-                assert fleet is not None
-                if met(fleet):
-                    return
-                await asyncio.sleep(0.1)
+        def there() -> bool:
+            fleet = load_fleet(node.dir.fleet)
+            return fleet is not None and met(fleet)
+
+        await until(there, "the fleet's change", within=_CHANGE_TIMEOUT)
 
     # -- afterwards ----------------------------------------------------------------------------
 

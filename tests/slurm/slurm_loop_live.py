@@ -24,10 +24,11 @@ from safetensors.torch import load_file
 from any_agent.config import Config, load_config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir, weights_folder
-from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, said, sbatch, settings, steps_of
+from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, over, said, sbatch, settings
 from tests.slurm.lab import PATIENCE, Slurm, until
 from tests.support.e2e.audit import leaks, read_records
 from tests.support.e2e.history import consumed_in
+from tests.support.e2e.live_run import steps_of
 from tests.support.e2e.retrain import retrain
 
 STEPS = 12
@@ -86,10 +87,6 @@ def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGCONT)
-
-
-def over(cluster: Slurm, job: str) -> bool:
-    return cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING")
 
 
 def minutes_of(cluster: Slurm, job: str) -> int:

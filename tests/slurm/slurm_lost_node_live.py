@@ -26,11 +26,12 @@ from any_agent.config import JOURNAL_VARIABLE, Config, load_config
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
-from tests.slurm.jobs import ADMIN, said, sbatch, settings, steps_of
+from tests.slurm.jobs import ADMIN, over, said, sbatch, settings
 from tests.slurm.lab import PATIENCE, Slurm, slurm, until
 from tests.support.e2e import audit, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.ledger import Answer, Ledger, Told
+from tests.support.e2e.live_run import steps_of
 from tests.support.e2e.retrain import retrain
 
 STEPS = 8
@@ -90,10 +91,6 @@ def run(lost_cluster: Slurm, model: Path, tmp_path_factory: pytest.TempPathFacto
     until(lambda: over(cluster, run.job), lambda: said(log), within=300)
     run.state, run.log = cluster.state(run.job), said(log)
     return run
-
-
-def over(cluster: Slurm, job: str) -> bool:
-    return cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING")
 
 
 async def drive(run: Run, cluster: Slurm, log: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -20,6 +22,7 @@ from any_agent.record import InteractionTree
 from any_agent.rundir.layout import RunDir
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SQLiteJournal
+from tests.support.waiting import until
 
 
 def live_config(root: Path, model: Path, **overrides: object) -> Config:
@@ -118,6 +121,25 @@ async def drive(node: Node, *, agents: int, seed: int = 0, admin_key: str | None
         await asyncio.gather(*(work(service) for _ in range(agents)))
     assert not failures, failures[:5]
     return finalized
+
+
+async def some_steps(node: Node, steps: int, *, admin_key: str | None = None) -> None:
+    """Keep agents at work until so many steps are made; then they are gone."""
+    work = asyncio.create_task(drive(node, agents=8, admin_key=admin_key))
+    try:
+        await until(lambda: work.done() or len(steps_of(node.dir)) >= steps, "steps", within=400)
+        if work.done():
+            work.result()
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+
+
+def steps_of(run: RunDir) -> list[dict[str, Any]]:
+    """The lines of the steps that were made, in their order."""
+    text = run.metrics.read_text() if run.metrics.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return [line for line in lines if "eval" not in line]
 
 
 def run_live(config: Config, *, agents: int = 12) -> int:
