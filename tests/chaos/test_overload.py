@@ -28,6 +28,7 @@ from tests.support.chaos.killable import KillableProxy, heartbeats
 from tests.support.ports import own_port
 from tests.support.real_parts import await_url, process
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import meanwhile
 
 SLOTS = 16
 TOKENS = 8
@@ -208,22 +209,6 @@ async def watch(parts: Parts, most: dict[str, int]) -> None:
         await asyncio.sleep(0.25)
 
 
-def connected(parts: Parts) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=LIMIT)
-    connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(parts.url, timeout=timeout, connector=connector)
-
-
-async def eval_sessions(http: aiohttp.ClientSession, number: int) -> list[str]:
-    """The keys of new sessions."""
-    keys = []
-    for _ in range(number):
-        async with http.post("/rl/v1/start_session", json={"mode": "eval"}) as response:
-            assert response.status == 200, await response.text()
-            keys.append((await response.json())["api_key"])
-    return keys
-
-
 async def at_rest(crowd: Crowd) -> Crowd:
     """What its calls take while half of the engine's slots are free."""
     rounds = 6
@@ -239,18 +224,20 @@ async def at_rest(crowd: Crowd) -> Crowd:
 
 async def measure(parts: Parts, long: bool, figure: Figure) -> None:
     seconds = 60.0 if long else 8.0
-    async with connected(parts) as http:
-        keys = await eval_sessions(http, 2 * SLOTS)
+    timeout, connector = aiohttp.ClientTimeout(total=LIMIT), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(parts.url, timeout=timeout, connector=connector) as http:
+        keys = []
+        for _ in range(2 * SLOTS):
+            async with http.post("/rl/v1/start_session", json={"mode": "eval"}) as response:
+                keys.append((await response.json())["api_key"])
         idle = await at_rest(Crowd(http, keys))
         # What the first seconds of load allocate once is no growth.
         await flood(Crowd(http, keys), 2.0, OVERLOAD * CAPACITY)
         before = parts.memory()
         crowd, most = Crowd(http, keys), dict(before)
         late = Lateness()
-        watching = [asyncio.create_task(one) for one in (watch(parts, most), late.watch())]
-        await flood(crowd, seconds, OVERLOAD * CAPACITY)
-        for task in watching:
-            task.cancel()
+        async with meanwhile(watch(parts, most), late.watch()):
+            await flood(crowd, seconds, OVERLOAD * CAPACITY)
     asked, admitted = sum(crowd.said.values()), crowd.said["200"]
     unloaded, loaded = p99(idle.seconds), p99(crowd.seconds)
     grown = {name: most[name] - before[name] for name in most}

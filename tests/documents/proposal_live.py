@@ -68,7 +68,9 @@ def test_an_agent_on_a_dataset(code: str, service: Service, tmp_path: Path) -> N
 
 
 @pytest.mark.block(4, 123, 135, changes=f"{GIVEN} and key; MyAgent of the block before")
-def test_a_users_key(code: str, service: Service, tmp_path: Path) -> None:
+def test_the_proposals_runner_with_a_users_key_is_recorded(
+    code: str, service: Service, tmp_path: Path
+) -> None:
     agents_are_recorded(service, with_agent(code.replace(CLOUD, service.url)), tmp_path, 5 * 2 * 8)
 
 

@@ -102,7 +102,9 @@ def is_exact(batch: dict[str, torch.Tensor], rows: int) -> None:
 
 
 @pytest.mark.block(0, 105, 124, changes="AsyncOpenAI and compute_reward given")
-async def test_my_agent(code: str, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_references_agent_runs_in_groups(
+    code: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     found = await running(code, GIVEN)
     workflow = resolve_workflow(found["MyAgent"](), None, 4, service.url)
@@ -113,7 +115,9 @@ async def test_my_agent(code: str, service: Service, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.block(0, 132, 150, changes="RolloutWorkflow and compute_reward given")
-async def test_my_direct_workflow(code: str, rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
+async def test_the_references_direct_workflow_is_exact(
+    code: str, rollout: RemoteSGLangEngine, tokenizer: Any
+) -> None:
     found = await running(code, GIVEN)
     workflow = found["MyWorkflow"]()
     workflow.tokenizer = tokenizer
@@ -130,7 +134,7 @@ async def test_my_direct_workflow(code: str, rollout: RemoteSGLangEngine, tokeni
 @pytest.mark.block(0, 178, 181)
 @pytest.mark.block(2, 83, 86, changes="indentation; the tokenizer's folder")
 @pytest.mark.block(2, 109, 110, changes="indentation")
-def test_settings(taught_model: Path, tmp_path: Path) -> None:
+def test_the_references_settings_are_read(taught_model: Path, tmp_path: Path) -> None:
     def read(code: str) -> GRPOConfig:
         file = tmp_path / "my.yaml"
         file.write_text(code)
@@ -154,7 +158,7 @@ def test_settings(taught_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.block(0, 199, 215, changes="compute_reward given")
-async def test_my_sync_agent(
+async def test_the_references_blocking_agent_runs_in_a_process(
     code: str, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = "\n\nfrom tests.documents.workflows_live import compute_reward\n"
@@ -188,7 +192,9 @@ async def test_the_interactions_fields(code: str) -> None:
 @pytest.mark.block(0, 458, 459)
 @pytest.mark.block(0, 478, 480)
 @pytest.mark.block(1, 391, 392)
-async def test_the_direct_client(rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
+async def test_the_references_direct_client_discounts_rewards(
+    rollout: RemoteSGLangEngine, tokenizer: Any
+) -> None:
     names = await running(
         text.cut(1, 391, 392),
         {"ArealOpenAI": EngineOpenAI, "engine": rollout, "tokenizer": tokenizer},
@@ -222,7 +228,7 @@ async def test_the_proxy_workflows_excerpt(code: str, service: Service) -> None:
 
 
 @pytest.mark.block(0, 600, 605)
-async def test_the_public_names(code: str) -> None:
+async def test_the_references_names_can_be_imported(code: str) -> None:
     found = await running(code, {})
     assert found["ArealOpenAI"] is any_agent.EngineOpenAI
 
@@ -241,7 +247,7 @@ def nested(code: str, levels: dict[str, int]) -> str:
 
 
 @pytest.mark.block(2, 15, 22, changes="indentation")
-async def test_the_interface(code: str) -> None:
+async def test_the_references_interface_has_our_abstract_methods(code: str) -> None:
     code = code.partition("...|")[0] + "..."
     levels = {"from ": 0, "class ": 0, "@": 1, "async": 1, "self": 2, ")": 1, '"""': 2, "...": 2}
     given = {"ABC": ABC, "abstractmethod": abstractmethod}
@@ -260,7 +266,9 @@ async def test_the_example_of_a_returned_value(code: str, rollout: RemoteSGLangE
 
 
 @pytest.mark.block(2, 70, 81, changes="indentation, inside a workflow")
-async def test_the_context(code: str, rollout: RemoteSGLangEngine) -> None:
+async def test_the_references_context_names_task_and_scope(
+    code: str, rollout: RemoteSGLangEngine
+) -> None:
     code = code.partition("When InferenceEngineConfig")[0]
     head, body = code.split("async def", 1)
     levels = {

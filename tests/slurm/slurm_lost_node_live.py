@@ -180,7 +180,7 @@ def test_the_job_goes_on_to_its_last_step(run: Run) -> None:
     assert "restart 1" not in run.log
 
 
-def test_it_says_what_it_did(run: Run) -> None:
+def test_the_log_names_the_lost_node_and_who_carries_on(run: Run) -> None:
     assert "role      n1 (127.0.0.1): engines and proxies of ranks 0; the router; the trainer" in (
         run.log
     )
@@ -192,7 +192,7 @@ def test_it_says_what_it_did(run: Run) -> None:
     assert "node 1    ready again" in after
 
 
-def test_the_rank_is_carried_on_within_seconds(run: Run) -> None:
+def test_a_session_of_the_lost_rank_is_answered_in_time(run: Run) -> None:
     print(f"a session of the lost rank got its next answer after {run.away:.1f} s")
     assert 0 < run.away < BOUND
 

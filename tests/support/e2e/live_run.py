@@ -21,7 +21,7 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.record import InteractionTree
 from any_agent.rundir.layout import RunDir
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal import SQLiteJournal
+from proxy_ext.journal import SessionRow, SQLiteJournal
 from tests.support.waiting import until
 
 
@@ -147,22 +147,36 @@ def run_live(config: Config, *, agents: int = 12) -> int:
         return asyncio.run(drive(node, agents=agents))
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a journal holds of a session."""
+
+    row: SessionRow
+    interactions: list[Interaction]
+
+
+def read_records(run: RunDir, ranks: int) -> dict[str, Record]:
+    """Every session of every rank's journal, by its id."""
+
+    async def read() -> dict[str, Record]:
+        out = {}
+        for rank in range(ranks):
+            journal = SQLiteJournal(run.journal(rank))
+            try:
+                for row in await journal.sessions(list(SessionState)):
+                    stored = await journal.interactions(row.id)
+                    out[row.id] = Record(row, [one.interaction for one in stored])
+            finally:
+                await journal.close()
+        return out
+
+    return asyncio.run(read())
+
+
 def recorded(config: Config) -> list[list[Interaction]]:
     """The interactions of every session in the ranks' journals."""
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)
-
-    async def read(rank: int) -> list[list[Interaction]]:
-        journal = SQLiteJournal(run.journal(rank))
-        try:
-            rows = await journal.sessions(list(SessionState))
-            return [
-                [stored.interaction for stored in await journal.interactions(row.id)]
-                for row in rows
-            ]
-        finally:
-            await journal.close()
-
-    return [session for rank in range(config.server.ranks) for session in asyncio.run(read(rank))]
+    return [record.interactions for record in read_records(run, config.server.ranks).values()]
 
 
 @dataclass
