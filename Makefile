@@ -93,14 +93,13 @@ bench-check: $(DEV) ## compare the benchmarks' ratios with the last ones kept: w
 	@$(RUN) benchmarks/check.py $(ARGS)
 
 learn: $(DEV) ## check over many seeds that models learn: the demo's, its control not, and on datasets
-	@$(RUN) tests/e2e/learn.py $(ARGS)
+	@$(RUN) benchmarks/learning/learn.py $(ARGS)
 
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
 	$(call apt,redis-server,redis-server)
 	@$(RUN) tests/e2e/chaos.py --record $(ARGS)
-	@$(RUN) tests/e2e/fleet.py --long --agents 32 --record
 	@$(RUN) -m pytest tests/chaos tests/laws tests/e2e/test_launcher_killed.py tests/e2e/test_run_removed.py \
-	  tests/proxy_ext/web/test_shared_quotas.py tests/proxy_ext/journal/test_redis_writers.py --long --record --timeout 3600 $(PROOFS)
+	  tests/e2e/test_fleet.py tests/proxy_ext/web/test_shared_quotas.py tests/proxy_ext/journal/test_redis_writers.py --long --record --timeout 3600 $(PROOFS)
 	@$(RUN) -m pytest tests/chaos --journal redis --timeout 3600 $(PROOFS)
 
 mutants: $(DEV) ## plant fifty faults, one by one, and see that a test turns red for each: tests/mutants.md

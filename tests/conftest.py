@@ -167,6 +167,12 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0)
 
 
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    """Whether the proofs were asked for in their long form (``--long``)."""
+    return bool(pytestconfig.getoption("--long"))
+
+
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Say what was measured: shown after the tests, also of a proof that fails."""

@@ -113,11 +113,9 @@ def test_the_modules_of_the_documents_have_a_row_each() -> None:
             import_module(name)
 
 
-@pytest.mark.parametrize(
-    "name", re.findall(r"`any_agent\.(\w+)`", " ".join(row.here for row in ROWS))
-)
-def test_every_name_that_is_given_can_be_imported(name: str) -> None:
-    assert getattr(import_module("any_agent"), name) is not None
+def test_every_name_that_is_given_can_be_imported() -> None:
+    given = re.findall(r"`any_agent\.(\w+)`", " ".join(row.here for row in ROWS))
+    assert given and not [name for name in given if not hasattr(import_module("any_agent"), name)]
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 from tests.support.errors import fails_with
 
 
-def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_camel_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("any_agent.camel")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "camel.models", None)

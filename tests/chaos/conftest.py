@@ -17,12 +17,6 @@ from tests.support.redis_server import JOURNAL, RedisServer
 Figure = Callable[[str], None]
 
 
-@pytest.fixture(scope="session")
-def long(pytestconfig: pytest.Config) -> bool:
-    """Whether the proofs were asked for in their long form (``--long``)."""
-    return bool(pytestconfig.getoption("--long"))
-
-
 EITHER_JOURNAL = pytest.mark.parametrize("journal", ["file", "redis"], indirect=True)
 """Marks a proof that the short form, too, runs with each journal."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from any_agent.rundir.registry import read_stamp
 from tests.chaos.conftest import Figure
 from tests.support.chaos.hostile import (
-    LIMIT,
     Part,
     Reply,
     Target,
@@ -22,16 +21,10 @@ from tests.support.chaos.hostile import (
     request,
     running_target,
 )
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"messages": [{"role": "user", "content": "Say a number."}], "max_tokens": 4}'
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
-        await asyncio.sleep(0.05)
 
 
 # -- bodies that come byte by byte -----------------------------------------------------------------
@@ -128,10 +121,7 @@ async def test_idle_sockets_do_not_keep_probes_out(
         registry = registry_in(tmp_path)
         for part, own in ((target.router, "router"), (target.proxy, "rank-0")):
             async with AsyncExitStack() as stack:
-                agent = await stack.enter_async_context(connected(part))
-                _, key = target.open()
-                await agent.send(request("POST", CHAT, BODY, key=key))
-                assert (await agent.reply()).status == 200
+                agent = await stack.enter_async_context(served_agent(target, part))
                 for _ in range(600):
                     await stack.enter_async_context(connected(part))
                 slowest = 0.0
@@ -142,8 +132,7 @@ async def test_idle_sockets_do_not_keep_probes_out(
                     slowest = max(slowest, time.monotonic() - began)
                 await until(has_beaten(registry, own), "a heartbeat")
                 # An agent that came before them is served on its connection.
-                await agent.send(request("POST", CHAT, BODY, key=key))
-                assert (await agent.reply()).status == 200
+                await agent()
             await until(lambda part=part: part.connections < 16, "the connections' end")
             figure(f"{own}: 20 probes answered 200 beside 600 idle sockets, within {slowest:.2f} s")
         await asyncio.to_thread(target.alive)
@@ -153,10 +142,7 @@ async def _spend_descriptors(target: Target, part: Part, registry: Path, own: st
     data = request("POST", "/rl/v1/start_session", b'{"wait": 60}')
     async with AsyncExitStack() as stack:
         # A session that is there already is served on its connection.
-        agent = await stack.enter_async_context(connected(part))
-        _, key = target.open()
-        await agent.send(request("POST", CHAT, BODY, key=key))
-        assert (await agent.reply()).status == 200
+        agent = await stack.enter_async_context(served_agent(target, part))
         wires = [await stack.enter_async_context(connected(part)) for _ in range(600)]
         asking = [asyncio.create_task(_ask(wire, data)) for wire in wires]
         await until(lambda: sum(task.done() for task in asking) > 400, "most are refused")
@@ -165,8 +151,7 @@ async def _spend_descriptors(target: Target, part: Part, registry: Path, own: st
             await until(has_beaten(registry, own), "a heartbeat")
             # ... so does health, on a new connection, and the journal.
             assert (await exchange(part, request("GET", "/healthz", key=None))).status == 200
-            await agent.send(request("POST", CHAT, BODY, key=key))
-            assert (await agent.reply()).status == 200
+            await agent()
         refused = [task.result() for task in asking if task.done()]
         for task in asking:
             task.cancel()
@@ -177,6 +162,20 @@ async def _spend_descriptors(target: Target, part: Part, registry: Path, own: st
     await until(lambda: part.connections < 16, "the connections' end")
     await asyncio.to_thread(target.alive)
     return len(refused)
+
+
+@asynccontextmanager
+async def served_agent(target: Target, part: Part) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """An agent that was served before the crowd came, and that calls again on its connection."""
+    _, key = target.open()
+
+    async def call() -> None:
+        await wire.send(request("POST", CHAT, BODY, key=key))
+        assert (await wire.reply()).status == 200
+
+    async with connected(part) as wire:
+        await call()
+        yield call
 
 
 def registry_in(folder: Path) -> Path:

@@ -18,7 +18,6 @@ from tests.chaos.conftest import Figure
 from tests.support.chaos.hostile import (
     ADMIN_KEY,
     CLIENT_TIMEOUT,
-    LIMIT,
     Part,
     Reply,
     Target,
@@ -42,6 +41,7 @@ from tests.support.chaos.hostile_inputs import (
     SMUGGLED,
     Canary,
 )
+from tests.support.waiting import until
 
 MIB = 2**20
 CHAT = "/v1/chat/completions"
@@ -149,7 +149,7 @@ async def test_clients_whose_headers_never_end_are_cut_off(
         await context.__aexit__(None, None, None)
     figure(f"{crowd} slow heads: after {time.monotonic() - started:.0f} s {still} are open")
     assert not (long and still), "it waits for ever"
-    await _until_closed(part)
+    await until(lambda: part.connections <= 16, "the connections' end")
 
 
 async def test_a_flood_of_connections_is_answered_and_leaves_none_open(
@@ -166,20 +166,13 @@ async def test_a_flood_of_connections_is_answered_and_leaves_none_open(
     await asyncio.to_thread(target.alive)
     for context in contexts:
         await context.__aexit__(None, None, None)
-    await _until_closed(target.router)
+    await until(lambda: target.router.connections <= 16, "the connections' end")
     figure(f"{crowd} connections at once, each answered 401, none left open")
 
 
 async def _ask(wire: Wire, data: bytes) -> Reply:
     await wire.send(data)
     return await wire.reply()
-
-
-async def _until_closed(part: Part) -> None:
-    deadline = time.monotonic() + LIMIT
-    while part.connections > 16:
-        assert time.monotonic() < deadline, f"{part.name} keeps connections open"
-        await asyncio.sleep(0.1)
 
 
 async def test_deeply_nested_json_is_refused(target: Target, part: Part) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import aiohttp
 import pytest
 
 from any_agent.auth.access import Scope
-from any_agent.completions.apis import plain_path
 from proxy_ext.web import permissions as scopes
 from tests.chaos.conftest import Figure
 from tests.chaos.test_scopes import (
@@ -23,56 +20,25 @@ from tests.chaos.test_scopes import (
     SCOPE_OF,
     Service,
     all_of,
+    asker,
     bearer,
     every_kind,
+    litellm_routes,
     send,
     service_at,
 )
 from tests.support import litellm
 from tests.support.chaos.noting_proxy import NEW_ROUTE
 from tests.support.fake_provider import Provider
+from tests.support.waiting import until
 
 _TURNS = 8
 _ANSWERED_WITHIN = 4.0
 _SCOPES = ("none", "session", "judge", "tenant", "trainer")
 _EVERY = 10
-_NOT_SENT = {
-    # They wait for a browser, or for the answer of one.
-    ("GET", "/sso/key/generate"),
-    ("GET", "/sso/cli/poll/{key_id}"),
-    # They fetch a new list from the network, by which later cells would differ.
-    ("POST", "/reload/model_cost_map"),
-    ("POST", "/reload/anthropic_beta_headers"),
-}
-"""Routes that no good key is tried at."""
 _OURS = {(401, "invalid_api_key"), (403, "forbidden"), (404, "not_found")}
 _OURS |= {(405, "method_not_allowed")}
 """Refusals of ours, by status and code."""
-
-Route = tuple[str, str, scopes.RouteRule]
-
-
-def path_of(template: str) -> str:
-    path = re.sub(r"\{[^}]*:path\}", "x/y", template)
-    return re.sub(r"\{[^}]*\}", "x", path)
-
-
-@lru_cache
-def routes() -> list[Route]:
-    """Method, path and rule; without what we answer at paths of ours, and without its two signs of
-    life, which everybody gets from us."""
-    table = scopes.LiteLLMRoutes()
-    found = []
-    for method, template in table.rules:
-        path = path_of(template)
-        plain, _ = plain_path(path, litellm=True)
-        if scopes.template_of(plain) is None and (method, path) not in scopes.LITELLM_ALIVE:
-            fits = table.rule(method, path)
-            assert fits is not None, (method, template)
-            if (method, template) not in _NOT_SENT:
-                found.append((method, path, fits[1]))
-    assert table.rules.keys() >= _NOT_SENT
-    return found
 
 
 def refusal(kind: str, rule: scopes.RouteRule) -> tuple[int, str] | None:
@@ -102,13 +68,18 @@ async def test_every_route_of_litellm_lets_in_only_the_right_kinds_of_keys(
         program = ("tests.support.chaos.noting_proxy", str(notes))
         own = {"config": str(path)}
         async with service_at(tmp_path, tiny_model_dir, *program, litellm=own) as service:
-            await until_litellm_serves(service)
+
+            async def serves() -> bool:
+                async with service.http.get(f"{service.proxy}/readyz") as answer:
+                    return "litellm" not in await answer.json()
+
+            await until(serves, "LiteLLM", within=240)
             await nobody_gets_further_than_the_table_says(service, notes, figure, long=long)
             assert not provider.requests
             await an_admin_reaches_each(service, notes, figure)
             # Nothing that an admin did has opened a thing.
             keys, _ = await every_kind(service)
-            for method, path_, rule in routes():
+            for method, path_, rule in litellm_routes():
                 if rule.scopes == scopes.LITELLM_SCOPES["admin"]:
                     said = await send(
                         service, method, service.proxy + path_, bearer(keys["session"])
@@ -120,29 +91,11 @@ async def test_every_route_of_litellm_lets_in_only_the_right_kinds_of_keys(
     assert litellm.SECRET not in log
 
 
-async def until_litellm_serves(service: Service) -> None:
-    async with asyncio.timeout(240):
-        while True:
-            async with service.http.get(f"{service.proxy}/readyz") as answer:
-                if "litellm" not in await answer.json():
-                    return
-            await asyncio.sleep(0.25)
-
-
 async def nobody_gets_further_than_the_table_says(
     service: Service, notes: Path, figure: Figure, *, long: bool
 ) -> None:
-    keys, prefixes = await every_kind(service)
+    one = await asker(service)
     unknown = [("GET", NEW_ROUTE), ("POST", NEW_ROUTE), ("OPTIONS", "/key/generate")]
-
-    async def one(
-        origin: str, kind: str, method: str, path: str, wanted: tuple[int, str | None]
-    ) -> str:
-        url = origin + prefixes.get(kind, "") + path
-        answer = await send(service, method, url, bearer(keys.get(kind, "")))
-        if (answer.status, answer.code) == wanted:
-            return ""
-        return f"{kind}: {method} {url}: {answer} instead of {wanted}"
 
     # The router judges no key of these routes: it passes them on, as one of each scope shows.
     asked = [(service.proxy, kind) for kind in SCOPE_OF]
@@ -150,15 +103,15 @@ async def nobody_gets_further_than_the_table_says(
     cells = []
     for number, (origin, kind) in enumerate(asked):
         every = 1 if long or (origin == service.proxy and kind in _SCOPES) else _EVERY
-        for method, path, rule in routes()[number % every :: every]:
+        for method, path, rule in litellm_routes()[number % every :: every]:
             if (wanted := refusal(kind, rule)) is not None:
                 cells.append(one(origin, kind, method, path, wanted))
         cells += [one(origin, kind, *route, (404, "not_found")) for route in unknown]
     wrong = await all_of(cells)
     most = "all" if long else f"every {_EVERY}th, one of each scope at all"
     figure(
-        f"{len(routes())} routes of LiteLLM, {len(SCOPE_OF)} keys at the rank, {len(_SCOPES)} "
-        f"through the router, tried at {most}: {len(cells)} refused"
+        f"{len(litellm_routes())} routes of LiteLLM, {len(SCOPE_OF)} keys at the rank, "
+        f"{len(_SCOPES)} through the router, tried at {most}: {len(cells)} refused"
     )
     assert not wrong, "\n".join(wrong[:20])
     assert not reached(notes), "a refused request reached LiteLLM"
@@ -189,7 +142,7 @@ async def an_admin_reaches_each(service: Service, notes: Path, figure: Figure) -
             return f"{method} {path}: {answer.status} {text[:300]}"
         return ""
 
-    asked = routes()
+    asked = litellm_routes()
     wrong = await asyncio.gather(*(one(method, path) for method, path, _ in asked))
     figure(f"{len(asked)} routes of LiteLLM for an admin; {len(late)} took longer: {late[:20]}")
     assert not any(wrong), "\n".join([each for each in wrong if each][:20])

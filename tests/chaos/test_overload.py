@@ -1,6 +1,5 @@
 """Ten times as many calls as the engine keeps up with: those that are admitted are hardly slower,
-the others are told at once when to come again, no part's memory grows, and a tenant that asks for
-more than its quota slows no other one down."""
+the others are told at once when to come again, and no part's memory grows."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,15 @@ import aiohttp
 import psutil
 import yaml
 
-from any_agent.auth.key_store import TenantLimits, create_key
 from any_agent.config import load_config
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import KillableProxy, heartbeats
 from tests.support.ports import own_port
-from tests.support.proxy import until
 from tests.support.real_parts import await_url, process
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import meanwhile
 
 SLOTS = 16
 TOKENS = 8
@@ -80,7 +76,6 @@ def engine_process() -> Iterator[str]:
 class Parts:
     url: str
     pids: dict[str, int]
-    run_dir: RunDir
 
     def memory(self) -> dict[str, int]:
         """Resident bytes."""
@@ -121,7 +116,7 @@ def service(folder: Path, model: Path) -> Iterator[Parts]:
         arguments = ("--config", str(path), "--host", "127.0.0.1", "--port", str(port))
         router = stack.enter_context(process(log, "router", *arguments))
         await_url(f"{url}/readyz", router, log)
-        yield Parts(url, {"proxy": proxy.pid, "router": router.pid}, run_dir)
+        yield Parts(url, {"proxy": proxy.pid, "router": router.pid})
 
 
 @dataclass
@@ -178,14 +173,14 @@ def p99(seconds: list[float]) -> float:
     return sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1]
 
 
-async def flood(crowd: Crowd, seconds: float, rate: float, *, opens: bool = True) -> None:
+async def flood(crowd: Crowd, seconds: float, rate: float) -> None:
     """``rate`` calls a second, and opens of train sessions beside them."""
     began, tasks = time.monotonic(), []
     for number in range(int(seconds * rate)):
         due = began + number / rate
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         tasks.append(asyncio.create_task(crowd.call(number, due)))
-        if opens and number % 10 == 0:
+        if number % 10 == 0:
             tasks.append(asyncio.create_task(crowd.open(number % 20 / 10, due)))
     await asyncio.gather(*tasks)
 
@@ -214,26 +209,6 @@ async def watch(parts: Parts, most: dict[str, int]) -> None:
         await asyncio.sleep(0.25)
 
 
-def connected(parts: Parts) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=LIMIT)
-    connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(parts.url, timeout=timeout, connector=connector)
-
-
-async def eval_sessions(
-    http: aiohttp.ClientSession, number: int, key: str | None = None
-) -> list[str]:
-    """The keys of new sessions."""
-    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-    keys = []
-    for _ in range(number):
-        body = {"mode": "eval"}
-        async with http.post("/rl/v1/start_session", json=body, headers=headers) as response:
-            assert response.status == 200, await response.text()
-            keys.append((await response.json())["api_key"])
-    return keys
-
-
 async def at_rest(crowd: Crowd) -> Crowd:
     """What its calls take while half of the engine's slots are free."""
     rounds = 6
@@ -249,18 +224,20 @@ async def at_rest(crowd: Crowd) -> Crowd:
 
 async def measure(parts: Parts, long: bool, figure: Figure) -> None:
     seconds = 60.0 if long else 8.0
-    async with connected(parts) as http:
-        keys = await eval_sessions(http, 2 * SLOTS)
+    timeout, connector = aiohttp.ClientTimeout(total=LIMIT), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(parts.url, timeout=timeout, connector=connector) as http:
+        keys = []
+        for _ in range(2 * SLOTS):
+            async with http.post("/rl/v1/start_session", json={"mode": "eval"}) as response:
+                keys.append((await response.json())["api_key"])
         idle = await at_rest(Crowd(http, keys))
         # What the first seconds of load allocate once is no growth.
         await flood(Crowd(http, keys), 2.0, OVERLOAD * CAPACITY)
         before = parts.memory()
         crowd, most = Crowd(http, keys), dict(before)
         late = Lateness()
-        watching = [asyncio.create_task(one) for one in (watch(parts, most), late.watch())]
-        await flood(crowd, seconds, OVERLOAD * CAPACITY)
-        for task in watching:
-            task.cancel()
+        async with meanwhile(watch(parts, most), late.watch()):
+            await flood(crowd, seconds, OVERLOAD * CAPACITY)
     asked, admitted = sum(crowd.said.values()), crowd.said["200"]
     unloaded, loaded = p99(idle.seconds), p99(crowd.seconds)
     grown = {name: most[name] - before[name] for name in most}
@@ -290,51 +267,3 @@ def test_the_service_holds_its_bounds_at_ten_times_its_capacity(
 ) -> None:
     with service(tmp_path, tiny_model_dir) as parts:
         asyncio.run(measure(parts, long, figure))
-
-
-async def measure_tenants(parts: Parts, long: bool, figure: Figure) -> None:
-    seconds = 60.0 if long else 8.0
-    keys = parts.run_dir.keys
-    create_key(keys, "admin")
-    limits = TenantLimits(requests_per_second=CAPACITY / 4)
-    greedy_key, _ = create_key(keys, "tenant", tenant="greedy", limits=limits)
-    modest_key, _ = create_key(keys, "tenant", tenant="modest")
-    async with connected(parts) as http:
-        await until(partial(known, http, modest_key))
-        modest = Crowd(http, await eval_sessions(http, SLOTS, modest_key))
-        greedy = Crowd(http, await eval_sessions(http, SLOTS, greedy_key))
-        alone = p99((await at_rest(modest)).seconds)
-        modest.seconds.clear()
-        late = Lateness()
-        watching = asyncio.create_task(late.watch())
-        await asyncio.gather(
-            flood(greedy, seconds, OVERLOAD * CAPACITY, opens=False),
-            flood(modest, seconds, CAPACITY / 4, opens=False),
-        )
-        watching.cancel()
-    figure(
-        f"{seconds:g} s beside a tenant that asks for {OVERLOAD}x the capacity and may have a "
-        f"quarter of it ({dict(greedy.said)}): a modest one's p99 {p99(modest.seconds):.2f} s, "
-        f"alone {alone:.2f} s; {dict(modest.said)}"
-    )
-    assert not greedy.wrong and not modest.wrong, (greedy.wrong[:5], modest.wrong[:5])
-    assert greedy.said["429 quota_exceeded"] > 0.5 * seconds * OVERLOAD * CAPACITY
-    # A machine that others use, too, may be behind what it can do alone for a moment. Without the
-    # quota nine of ten of the modest one's calls would be refused.
-    assert set(modest.said) <= {"200", "429 too_many_calls"}
-    assert modest.said["200"] >= (1.0 if long else 0.5) * sum(modest.said.values())
-    assert p99(modest.seconds) <= (1 if long else 5) * late.allowed(alone)
-
-
-async def known(http: aiohttp.ClientSession, key: str) -> bool:
-    """Whether every part has read the new keys."""
-    headers = {"Authorization": f"Bearer {key}"}
-    async with http.get("/rl/v1/run", headers=headers) as response:
-        return response.status == 200
-
-
-def test_a_tenant_over_its_quota_slows_nobody_down(
-    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
-) -> None:
-    with service(tmp_path, tiny_model_dir) as parts:
-        asyncio.run(measure_tenants(parts, long, figure))

@@ -152,41 +152,26 @@ SETTINGS = ("sessions.ttl=40", "sessions.group_timeout=25", "rollout.max_concurr
 
 
 @pytest.mark.timeout(1800)
-def test_a_proxy_killed_under_load_keeps_its_word(
-    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
-) -> None:
-    kills, agents = (200, 32) if long else (8, 16)
-    with engine_in_thread(tiny_model_dir) as engine:
-        engine.pace = PACE
-        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *SETTINGS)
-        try:
-            proxy.start()
-            load, rng = Load(proxy, proxy.url), random.Random(0)
-            away = asyncio.run(under_fire(load, proxy, agents=agents, kills=kills, rng=rng))
-            counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
-        finally:
-            proxy.close()
-        judge(load, engine, counters, trial_dir(config_for(tmp_path)), away, figure)
-
-
-@pytest.mark.timeout(1800)
-def test_a_router_killed_under_load_keeps_the_services_word(
-    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+@pytest.mark.parametrize("victim", ["proxy", "router"])
+def test_a_killed_proxy_or_router_keeps_the_services_word(
+    victim: str, tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
     kills, agents = (200, 32) if long else (8, 16)
     run = trial_dir(config_for(tmp_path))
     with engine_in_thread(tiny_model_dir) as engine, ExitStack() as stack:
         engine.pace = PACE
-        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *SETTINGS)
+        target: Killable
+        target = proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *SETTINGS)
         stack.callback(proxy.close)
         proxy.start()
-        entry = RegistryEntry(name=rank_name(0), boot_id="one", url=proxy.url, pid=proxy.pid)
-        stack.enter_context(heartbeats(run.registry, entry))
-        router = KillableRouter(config_for(tmp_path, "server.ranks=1"))
-        stack.callback(router.close)
-        router.start()
-        load, rng = Load(proxy, router.url), random.Random(0)
-        away = asyncio.run(under_fire(load, router, agents=agents, kills=kills, rng=rng))
+        if victim == "router":
+            entry = RegistryEntry(name=rank_name(0), boot_id="one", url=proxy.url, pid=proxy.pid)
+            stack.enter_context(heartbeats(run.registry, entry))
+            target = KillableRouter(config_for(tmp_path, "server.ranks=1"))
+            stack.callback(target.close)
+            target.start()
+        load, rng = Load(proxy, target.url), random.Random(0)
+        away = asyncio.run(under_fire(load, target, agents=agents, kills=kills, rng=rng))
         counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
         stack.close()
         judge(load, engine, counters, run, away, figure)

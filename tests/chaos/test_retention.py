@@ -23,6 +23,7 @@ from any_agent.rundir.layout import RunDir
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import KillableProxy, engine_in_thread
 from tests.support.proxy import HELLO, until
+from tests.support.waiting import meanwhile
 
 AGENTS = 8
 NAMES = ("user=u", "experiment=e", "trial=t")
@@ -36,12 +37,11 @@ class Agents:
         self.finalized: dict[str, tuple[str, float]] = {}
         """What was acknowledged: the last completion and the final reward of each session."""
         self.deleted: set[str] = set()
-        self.leaving = False
 
     async def work(self, number: int) -> None:
         rng = random.Random(number)
         async with RLClient(self.url, retry_for=60) as client, httpx.AsyncClient() as http:
-            while not self.leaving:
+            while True:
                 try:
                     await self._episode(client, http, rng)
                 except (AnyAgentError, httpx.HTTPError):
@@ -70,13 +70,16 @@ class Agents:
 
 
 @asynccontextmanager
-async def working(agents: Agents) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(agents.work(number)) for number in range(AGENTS)]
-    try:
-        yield
-    finally:
-        agents.leaving = True
-        await asyncio.gather(*tasks)
+async def archiving(root: Path, model: Path, *settings: str) -> AsyncIterator[KillableProxy]:
+    """A proxy that archives what has ended at its next sweep."""
+    with engine_in_thread(model) as engine:
+        soon = (*NAMES, "sessions.keep_hours=0", *settings)
+        proxy = KillableProxy(root, model, engine.url, *soon)
+        try:
+            await asyncio.to_thread(proxy.start)
+            yield proxy
+        finally:
+            await asyncio.to_thread(proxy.close)
 
 
 async def exported(root: Path) -> list[dict[str, Any]]:
@@ -106,25 +109,19 @@ async def test_archived_exactly_once_under_kills(
     tiny_model_dir: Path, tmp_path: Path, long: bool, figure: Figure
 ) -> None:
     kills = 60 if long else 5
-    rng = random.Random(7)
-    with engine_in_thread(tiny_model_dir) as engine:
-        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *NAMES, "sessions.keep_hours=0")
-        try:
-            await asyncio.to_thread(proxy.start)
-            agents = Agents(proxy.url)
-            async with working(agents):
-                await killed(proxy, kills, rng)
-                await exported(tmp_path)
-            wanted = min(len(agents.finalized) // 2, 500)
+    async with archiving(tmp_path, tiny_model_dir) as proxy:
+        agents = Agents(proxy.url)
+        async with meanwhile(*map(agents.work, range(AGENTS))):
+            await killed(proxy, kills, random.Random(7))
+            await exported(tmp_path)
+        wanted = min(len(agents.finalized) // 2, 500)
 
-            async def moved_enough() -> bool:
-                return await archived(proxy.url) >= wanted
+        async def moved_enough() -> bool:
+            return await archived(proxy.url) >= wanted
 
-            await until(moved_enough, "the sweep")
-            moved = await archived(proxy.url)
-            lines = await exported(tmp_path)
-        finally:
-            await asyncio.to_thread(proxy.close)
+        await until(moved_enough, "the sweep")
+        moved = await archived(proxy.url)
+        lines = await exported(tmp_path)
     times = Counter(line["session"]["id"] for line in lines)
     assert set(times.values()) == {1}
     assert not agents.deleted & times.keys()
@@ -147,35 +144,25 @@ async def test_the_limit_of_archives_loses_only_what_it_says_under_kills(
 ) -> None:
     """A session that is not exported any more is called deleted, and is older than the others."""
     kills, limit = 30 if long else 4, 50_000
-    rng = random.Random(8)
-    settings = ("sessions.keep_hours=0", f"sessions.archive_bytes={limit}")
     run = RunDir(tmp_path / "u" / "e" / "t")
-    with engine_in_thread(tiny_model_dir) as engine:
-        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *NAMES, *settings)
-        try:
-            await asyncio.to_thread(proxy.start)
-            agents = Agents(proxy.url)
-            async with working(agents):
-                await killed(proxy, kills, rng)
+    bounded = f"sessions.archive_bytes={limit}"
+    async with archiving(tmp_path, tiny_model_dir, bounded) as proxy:
+        agents = Agents(proxy.url)
+        async with meanwhile(*map(agents.work, range(AGENTS))):
+            await killed(proxy, kills, random.Random(8))
+            await until(lambda: len(agents.finalized) >= 200, "sessions")
 
-                async def more_than_fit() -> bool:
-                    return len(agents.finalized) >= 200
+        def within() -> bool:
+            sizes = [path.stat().st_size for path in run.archive.iterdir()]
+            return sum(sizes) <= limit and not ids_of(run, "stored")
 
-                await until(more_than_fit, "sessions")
-
-            async def within() -> bool:
-                sizes = [path.stat().st_size for path in run.archive.iterdir()]
-                return sum(sizes) <= limit and contents(run)["stored"] == 0
-
-            await until(within, "the sweep")
-            lines = await exported(tmp_path)
-        finally:
-            await asyncio.to_thread(proxy.close)
+        await until(within, "the sweep")
+        lines = await exported(tmp_path)
     kept = [line["session"]["id"] for line in lines]
     assert len(kept) == len(set(kept))
     gone = agents.finalized.keys() - set(kept)
     assert gone
-    assert gone <= contents_of(run, "deleted")
+    assert gone <= ids_of(run, "deleted")
     there = len(agents.finalized) - len(gone)
     figure(
         f"killed {kills} times at a limit of {limit} bytes: of {len(agents.finalized)} "
@@ -184,14 +171,8 @@ async def test_the_limit_of_archives_loses_only_what_it_says_under_kills(
     )
 
 
-def contents(run: RunDir) -> Counter[str]:
-    """How many ended sessions have their content where."""
-    sql = "SELECT content, COUNT(*) FROM sessions WHERE state <> 'open' GROUP BY content"
+def ids_of(run: RunDir, content: str) -> set[str]:
+    """Return the ended sessions whose content is there."""
+    sql = "SELECT id FROM sessions WHERE state <> 'open' AND content = ?"
     with closing(sqlite3.connect(run.journal(0))) as journal:
-        return Counter(dict(journal.execute(sql).fetchall()))
-
-
-def contents_of(run: RunDir, content: str) -> set[str]:
-    with closing(sqlite3.connect(run.journal(0))) as journal:
-        rows = journal.execute("SELECT id FROM sessions WHERE content = ?", (content,))
-        return {id for (id,) in rows}
+        return {id for (id,) in journal.execute(sql, (content,))}

@@ -1,5 +1,5 @@
-"""Every route of the running app, LiteLLM's included, with every kind of key: at a proxy, and
-through the router. The answers are those of the table in `proxy_ext.web.permissions`.
+"""Every route of the running app, and LiteLLM's, with every kind of key: at a proxy, and through
+the router. The answers are those of the table in `proxy_ext.web.permissions`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ SCOPE_OF = {
     "admin": Scope.ADMIN,
 }
 """Every kind of key, and what it is good for; None: nothing."""
+NOT_SENT = {
+    # They wait for a browser, or for the answer of one.
+    ("GET", "/sso/key/generate"),
+    ("GET", "/sso/cli/poll/{key_id}"),
+    # They fetch a new list from the network, by which later cells would differ.
+    ("POST", "/reload/model_cost_map"),
+    ("POST", "/reload/anthropic_beta_headers"),
+}
+"""Routes of LiteLLM that no good key is tried at."""
 STRANGERS = ("other session", "other tenant", "other judge")
 """Genuine keys to which the session that is asked for is not there."""
 
@@ -73,7 +83,6 @@ class Service:
     config: Config
     proxy: str
     router: str
-    litellm: list[tuple[str, str]]
     keys: dict[str, str]
     """Those that concern no one session."""
     http: aiohttp.ClientSession
@@ -147,19 +156,18 @@ def make_keys(config: Config) -> dict[str, str]:
 async def service_at(
     tmp_path: Path, model: Path, *program: str, **sections: object
 ) -> AsyncIterator[Service]:
-    """``program``: what runs in the place of the proxy that lists LiteLLM's routes."""
+    """``program``: what runs in the proxy's place."""
     # Nor are LiteLLM's own pages at /ui there, without its configuration.
     server = {"ranks": 1, "ui": False}
     path = write_config(tmp_path, model, server=server, rollout={"batch_size": 8}, **sections)
     config = load_resolved(path, {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN})
     trial_dir(config).create()
     keys = make_keys(config)
-    port, listing, log = own_port(), tmp_path / "routes.json", tmp_path / "proxy.log"
+    port, log = own_port(), tmp_path / "proxy.log"
     proxy = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         engine = stack.enter_context(engine_in_thread(model))
-        arguments = [*(program or ("tests.support.chaos.listing_proxy", str(listing)))]
-        arguments += ["--config", str(path), "--training"]
+        arguments = [*(program or ("proxy_ext",)), "--config", str(path), "--training"]
         arguments += ["--engine-url", engine.url, "--port", str(port)]
         child = stack.enter_context(process(log, *arguments, ANY_AGENT_SERVER__ADMIN_KEY=ADMIN))
         await asyncio.to_thread(await_url, f"{proxy}/healthz", child, log)
@@ -170,15 +178,13 @@ async def service_at(
             return registry.get("rank-0") is not None
 
         await until(told, "the rank's entry")
-        listed = json.loads(listing.read_text()) if listing.exists() else []
-        litellm = [(method, path) for method, path in listed]
         connector = aiohttp.TCPConnector(limit=AT_ONCE)
         async with (
             serving(config) as (_, router_port),
             aiohttp.ClientSession(connector=connector, timeout=_CLIENT_TIMEOUT) as http,
         ):
             router = f"http://127.0.0.1:{router_port}"
-            service = Service(config, proxy, router, litellm, keys, http)
+            service = Service(config, proxy, router, keys, http)
             capacity = {"limit": 100_000, "ttl": 3600, "owner": "matrix"}
             url = f"{proxy}/rl/v1/capacity"
             async with http.put(url, json=capacity, headers=bearer(ADMIN)) as answer:
@@ -374,7 +380,7 @@ async def test_every_route_lets_in_only_the_kinds_of_keys_that_its_rule_names(
                 wrong += await all_of([cell(service, origin, kind, *route)])
         figure(f"{len(routes)} own routes x {len(SCOPE_OF)} keys x 2 = {len(cells)} cells")
         assert not wrong, "\n".join(wrong[:20])
-        await litellms_routes_are_not_there(service, figure, routes, long=long)
+        await litellms_routes_are_not_there(service, figure, long=long)
 
 
 async def every_kind(service: Service) -> tuple[dict[str, str], dict[str, str]]:
@@ -398,42 +404,58 @@ async def every_kind(service: Service) -> tuple[dict[str, str], dict[str, str]]:
     return keys, prefixes
 
 
-async def litellms_routes_are_not_there(
-    service: Service, figure: Figure, routes: list[tuple[str, str]], *, long: bool
-) -> None:
-    """404 for every key, but for its two signs of life, and the router's own page at `/`."""
-    assert len(service.litellm) > 300 and ("GET", "/settings") in service.litellm
-    keys, prefixes = await every_kind(service)
-    ours = [re.compile(re.sub(r"\{[^}]*\}", "[^/]+", path)) for _, path in routes]
-    hidden = []
-    for method, template in service.litellm:
-        path = re.sub(r"\{[^}]*\}", "x", template)
-        # What Azure's clients ask for is ours, too.
-        plain, _ = plain_path(path)
-        if not any(pattern.fullmatch(plain) for pattern in ours):
-            hidden.append((method, path))
+@lru_cache
+def litellm_routes() -> list[tuple[str, str, scopes.RouteRule]]:
+    """LiteLLM's methods and paths with their rules; without what we answer at paths of ours, and
+    without its two signs of life, which everybody gets from us."""
+    table = scopes.LiteLLMRoutes()
+    found = []
+    for method, template in table.rules:
+        path = re.sub(r"\{[^}]*\}", "x", re.sub(r"\{[^}]*:path\}", "x/y", template))
+        plain, _ = plain_path(path, litellm=True)
+        if scopes.template_of(plain) is None and (method, path) not in scopes.LITELLM_ALIVE:
+            fits = table.rule(method, path)
+            assert fits is not None, (method, template)
+            if (method, template) not in NOT_SENT:
+                found.append((method, path, fits[1]))
+    assert table.rules.keys() >= NOT_SENT
+    return found
 
-    async def one(origin: str, kind: str, method: str, path: str) -> str:
-        front = path == "/" and origin == service.router and kind not in prefixes
-        alive = (method, path) in scopes.LITELLM_ALIVE or (front and method in ("GET", "HEAD"))
+
+async def asker(service: Service) -> Callable[..., Awaitable[str]]:
+    """A function that asks with a kind of key, and says what is wrong with the answer."""
+    keys, prefixes = await every_kind(service)
+
+    async def one(
+        origin: str, kind: str, method: str, path: str, wanted: tuple[int, str | None]
+    ) -> str:
         url = origin + prefixes.get(kind, "") + path
         answer = await send(service, method, url, bearer(keys.get(kind, "")))
-        good = answer.status == 200 if alive else answer.status == 404
-        if good and (alive or method == "HEAD" or answer.code == "not_found"):
+        if (answer.status, answer.code) == wanted:
             return ""
-        return f"{kind}: {method} {url}: {answer}"
+        return f"{kind}: {method} {url}: {answer} instead of {wanted}"
 
-    every = 1 if long else _EVERY
+    return one
+
+
+async def litellms_routes_are_not_there(service: Service, figure: Figure, *, long: bool) -> None:
+    """404 for every key, where no configuration of LiteLLM is given."""
+    one, every = await asker(service), 1 if long else _EVERY
+    hidden = [
+        (method, path)
+        for method, path, _ in litellm_routes()
+        # The router has a page of its own at `/`, and what Azure's clients ask for is ours, too.
+        if path != "/" and scopes.template_of(plain_path(path)[0]) is None
+    ]
+    asked = enumerate(itertools.product((service.proxy, service.router), SCOPE_OF))
     cells = [
-        (origin, kind, *route)
-        for number, (origin, kind) in enumerate(
-            itertools.product((service.proxy, service.router), SCOPE_OF)
-        )
+        one(origin, kind, *route, (404, "not_found"))
+        for number, (origin, kind) in asked
         for route in hidden[number % every :: every]
     ]
-    wrong = await all_of(one(*cell) for cell in cells)
     figure(
-        f"{len(service.litellm)} routes of LiteLLM, {len(hidden)} not ours, x {len(SCOPE_OF)} "
-        f"keys x 2, each key at every {every}th: {len(cells)} cells"
+        f"{len(hidden)} routes of LiteLLM x {len(SCOPE_OF)} keys x 2, each key at every {every}th: "
+        f"{len(cells)} cells"
     )
+    wrong = await all_of(cells)
     assert not wrong, "\n".join(wrong[:20])

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -34,25 +33,17 @@ DATASET = "dataset = ['What is 1 + 2?', 'What is 3 + 1?']\n"
 GIVEN = "the URL; dataset, which the text leaves to the reader"
 
 
-def ended(service: Service, before: set[str]) -> list[dict[str, Any]]:
-    """The sessions that were opened since, each with its whole record."""
-    new = [line for line in service.sessions(limit=500) if line["session_id"] not in before]
-    return [service.session(line["session_id"]) for line in new]
-
-
-def known(service: Service) -> set[str]:
-    return {line["session_id"] for line in service.sessions(limit=500)}
-
-
-def agents_are_recorded(
-    service: Service, code: str, folder: Path, count: int, **environ: str
-) -> None:
+def agents_are_recorded(service: Service, code: str, folder: Path, count: int) -> None:
     """Run a script whose agents reward a call by 0.5, and finalize with 1.0; look at the record."""
-    before = known(service)
-    run_script(PYTHON, code, folder, **environ)
-    sessions = ended(service, before)
-    assert len(sessions) == count
-    for session in sessions:
+
+    def known() -> set[str]:
+        return {line["session_id"] for line in service.sessions(limit=500)}
+
+    before = known()
+    run_script(PYTHON, code, folder)
+    new = known() - before
+    assert len(new) == count
+    for session in map(service.session, new):
         assert session["state"] in ("finalized", "leased", "trained", "rejected"), session
         assert session["final_reward"] == 1.0
         assert session["interactions"] == 1
@@ -65,18 +56,22 @@ def test_an_agent_inside_of_a_session(code: str, service: Service, tmp_path: Pat
     agents_are_recorded(service, code, tmp_path, 10)
 
 
+def with_agent(code: str) -> str:
+    """The code behind MyAgent of the first block."""
+    agent, _, _ = text.renamed(text.cut(4, 50, 95)).partition("from any_agent import AgentSession")
+    return DATASET + agent + code
+
+
 @pytest.mark.block(4, 103, 114, changes=f"{GIVEN}; MyAgent of the block before")
 def test_an_agent_on_a_dataset(code: str, service: Service, tmp_path: Path) -> None:
-    agent, _, _ = text.renamed(text.cut(4, 50, 95)).partition("from any_agent import AgentSession")
-    code = DATASET + agent + code.replace(URL, service.url)
-    agents_are_recorded(service, code, tmp_path, 5 * 2 * 8)
+    agents_are_recorded(service, with_agent(code.replace(URL, service.url)), tmp_path, 5 * 2 * 8)
 
 
 @pytest.mark.block(4, 123, 135, changes=f"{GIVEN} and key; MyAgent of the block before")
-def test_a_users_key(code: str, service: Service, tmp_path: Path) -> None:
-    agent, _, _ = text.renamed(text.cut(4, 50, 95)).partition("from any_agent import AgentSession")
-    code = DATASET + agent + code.replace(CLOUD, service.url)
-    agents_are_recorded(service, code, tmp_path, 5 * 2 * 8)
+def test_the_proposals_runner_with_a_users_key_is_recorded(
+    code: str, service: Service, tmp_path: Path
+) -> None:
+    agents_are_recorded(service, with_agent(code.replace(CLOUD, service.url)), tmp_path, 5 * 2 * 8)
 
 
 @pytest.mark.block(4, 148, 157)

@@ -67,7 +67,9 @@ def run_all(code: str, episode: Episode) -> dict[str, Any]:
 
 
 @pytest.mark.block(0, 378, 402)
-def test_a_sessions_lifecycle(code: str, service: Service) -> None:
+def test_the_documented_lifecycle_of_a_session_exports_its_reward(
+    code: str, service: Service
+) -> None:
     episode = Episode(service)
     export = "POST /export_trajectories\n"
     code = code.replace(export, f'{export}Body: {{"session_id": "..."}}\n')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import textwrap
 import uuid
 from abc import ABC, abstractmethod
@@ -46,6 +45,17 @@ ITEM = {"messages": ASK, "prompt": ASK[0]["content"], "answer": "3"}
 
 def compute_reward(response: ChatCompletion, answer: str) -> float:
     return float(answer in (response.choices[0].message.content or ""))
+
+
+class Answers:
+    """Asks once; a reward of 1 for an answer that has the right number in it."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(
+            base_url=extra_kwargs["base_url"], http_client=extra_kwargs["http_client"]
+        )
+        answer = await client.chat.completions.create(model="default", messages=data["messages"])
+        return compute_reward(answer, data["answer"])
 
 
 GIVEN: dict[str, Any] = {
@@ -92,7 +102,9 @@ def is_exact(batch: dict[str, torch.Tensor], rows: int) -> None:
 
 
 @pytest.mark.block(0, 105, 124, changes="AsyncOpenAI and compute_reward given")
-async def test_my_agent(code: str, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_references_agent_runs_in_groups(
+    code: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     found = await running(code, GIVEN)
     workflow = resolve_workflow(found["MyAgent"](), None, 4, service.url)
@@ -103,7 +115,9 @@ async def test_my_agent(code: str, service: Service, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.block(0, 132, 150, changes="RolloutWorkflow and compute_reward given")
-async def test_my_direct_workflow(code: str, rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
+async def test_the_references_direct_workflow_is_exact(
+    code: str, rollout: RemoteSGLangEngine, tokenizer: Any
+) -> None:
     found = await running(code, GIVEN)
     workflow = found["MyWorkflow"]()
     workflow.tokenizer = tokenizer
@@ -120,7 +134,7 @@ async def test_my_direct_workflow(code: str, rollout: RemoteSGLangEngine, tokeni
 @pytest.mark.block(0, 178, 181)
 @pytest.mark.block(2, 83, 86, changes="indentation; the tokenizer's folder")
 @pytest.mark.block(2, 109, 110, changes="indentation")
-def test_settings(taught_model: Path, tmp_path: Path) -> None:
+def test_the_references_settings_are_read(taught_model: Path, tmp_path: Path) -> None:
     def read(code: str) -> GRPOConfig:
         file = tmp_path / "my.yaml"
         file.write_text(code)
@@ -144,7 +158,7 @@ def test_settings(taught_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.block(0, 199, 215, changes="compute_reward given")
-async def test_my_sync_agent(
+async def test_the_references_blocking_agent_runs_in_a_process(
     code: str, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = "\n\nfrom tests.documents.workflows_live import compute_reward\n"
@@ -175,22 +189,12 @@ async def test_the_interactions_fields(code: str) -> None:
     assert {name: getattr(ours, name) for name in values} == values
 
 
-@pytest.mark.block(0, 435, 442, changes="compared with what an interaction gives")
-async def test_an_interactions_tensors(rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
-    client = EngineOpenAI(engine=rollout, tokenizer=tokenizer)
-    await client.chat.completions.create(model="default", messages=ASK)
-    client.set_last_reward(0.5)
-    (interaction,) = client.export_interactions(style="individual").values()
-    shown = dict(re.findall(r'"(\w+)": .*dtype=(torch\.\w+)', text.cut(0, 435, 442)))
-    tensors = interaction.to_tensor_dict()
-    assert {name: str(values.dtype) for name, values in tensors.items()} == shown
-    assert tensors["rewards"].tolist() == [0.5]
-
-
 @pytest.mark.block(0, 458, 459)
 @pytest.mark.block(0, 478, 480)
 @pytest.mark.block(1, 391, 392)
-async def test_the_direct_client(rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
+async def test_the_references_direct_client_discounts_rewards(
+    rollout: RemoteSGLangEngine, tokenizer: Any
+) -> None:
     names = await running(
         text.cut(1, 391, 392),
         {"ArealOpenAI": EngineOpenAI, "engine": rollout, "tokenizer": tokenizer},
@@ -205,22 +209,6 @@ async def test_the_direct_client(rollout: RemoteSGLangEngine, tokenizer: Any) ->
     assert rewards == {first.id: pytest.approx(0.5 + 0.9), second.id: 1.0}
 
 
-@pytest.mark.block(0, 492, 509, changes="called by its signature")
-def test_a_workflow_is_resolved(service: Service) -> None:
-    def signature(code: str) -> list[str]:
-        return re.findall(r"\w+", code.partition("(")[2].partition(")")[0])
-
-    assert signature(text.cut(0, 492, 492)) == [
-        "workflow",
-        "workflow_kwargs",
-        "group_size",
-        "proxy_addr",
-    ]
-    resolved = resolve_workflow("tests.documents.agents.Answers", {}, 4, service.url)
-    assert resolved.group_size == 4
-    assert isinstance(resolved.workflow, OpenAIProxyWorkflow)
-
-
 @pytest.mark.block(
     0, 517, 540, changes="OpenAIProxyClient(...) gets its arguments; the rest inherited"
 )
@@ -233,29 +221,14 @@ async def test_the_proxy_workflows_excerpt(code: str, service: Service) -> None:
         {"Ours": OpenAIProxyWorkflow, "OpenAIProxyClient": OpenAIProxyClient}
         | {"http_session": await workflow_context.get_aiohttp_session(), "proxy_addr": service.url},
     )
-    from tests.documents.agents import Answers
-
     workflow = found["OpenAIProxyWorkflow"](agent=Answers(), proxy_addr=service.url)
     (interaction,) = (await workflow.arun_episode(None, ITEM)).values()
     await workflow_context.close_clients()
     assert interaction.reward in (0.0, 1.0)
 
 
-@pytest.mark.block(0, 560, 596, changes="each method and style of the tables called")
-async def test_the_direct_clients_methods(rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
-    client = EngineOpenAI(engine=rollout, tokenizer=tokenizer)
-    first = await client.chat.completions.create(model="default", messages=ASK)
-    client.set_reward(first.id, 0.25)
-    response = await client.responses.create(model="default", input="What is 1 + 2?")
-    client.set_last_reward(0.5)
-    client.apply_reward_discount(turn_discount=0.9)
-    for style in ("individual", "concat"):
-        found = client.export_interactions(style=style)
-        assert {id: one.reward for id, one in found.items()} == {first.id: 0.25, response.id: 0.5}
-
-
 @pytest.mark.block(0, 600, 605)
-async def test_the_public_names(code: str) -> None:
+async def test_the_references_names_can_be_imported(code: str) -> None:
     found = await running(code, {})
     assert found["ArealOpenAI"] is any_agent.EngineOpenAI
 
@@ -274,7 +247,7 @@ def nested(code: str, levels: dict[str, int]) -> str:
 
 
 @pytest.mark.block(2, 15, 22, changes="indentation")
-async def test_the_interface(code: str) -> None:
+async def test_the_references_interface_has_our_abstract_methods(code: str) -> None:
     code = code.partition("...|")[0] + "..."
     levels = {"from ": 0, "class ": 0, "@": 1, "async": 1, "self": 2, ")": 1, '"""': 2, "...": 2}
     given = {"ABC": ABC, "abstractmethod": abstractmethod}
@@ -293,7 +266,9 @@ async def test_the_example_of_a_returned_value(code: str, rollout: RemoteSGLangE
 
 
 @pytest.mark.block(2, 70, 81, changes="indentation, inside a workflow")
-async def test_the_context(code: str, rollout: RemoteSGLangEngine) -> None:
+async def test_the_references_context_names_task_and_scope(
+    code: str, rollout: RemoteSGLangEngine
+) -> None:
     code = code.partition("When InferenceEngineConfig")[0]
     head, body = code.split("async def", 1)
     levels = {
@@ -466,17 +441,3 @@ async def test_the_signature_of_reward_functions(code: str) -> None:
     kwargs = {"prompt": "", "completions": "#### 3", "prompt_ids": [], "completion_ids": []}
     assert found["reward_fn"](**kwargs, answer="#### 3") is None, "the text gives no body"
     assert any_agent.gsm8k_reward_fn(**kwargs, answer="#### 3") == 1.0
-
-
-@pytest.mark.block(2, 168, 178, changes="each format resolved")
-def test_the_formats_of_workflows(service: Service) -> None:
-    class Mine(RolloutWorkflow):
-        async def arun_episode(self, engine: Any, data: Any) -> None:
-            return None
-
-    instance = Mine()
-    assert resolve_workflow(instance) is instance
-    assert isinstance(resolve_workflow(Mine, {}), Mine)
-    assert type(resolve_workflow("tests.documents.agents.Nothing")).__name__ == "Nothing"
-    agent = resolve_workflow("tests.documents.agents.Answers", None, 1, service.url)
-    assert isinstance(agent, OpenAIProxyWorkflow)

@@ -16,6 +16,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -195,6 +196,9 @@ class Chaos:
         killer = Killer(node, plan, self._rng, killed=self._remember, after=self._tell)
         self.outcome.kills = killer.kills
         await beside(work, killer.run())
+        killed = Counter(kill.part for kill in killer.kills)
+        restarts = {name: part.restarts for name, part in node.parts.items() if part.restarts}
+        self._check("restarts of others", [] if restarts == killed else [f"{restarts}, {killed}"])
 
     def _remember(self, part: str) -> None:
         """The steps that a trainer killed now has to make again."""

@@ -16,7 +16,6 @@ import os
 import secrets
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -46,10 +45,11 @@ from tests.e2e.chaos import (
 )
 from tests.support.e2e import audit, faults, history
 from tests.support.e2e.crowd import Crowd
-from tests.support.e2e.faults import KINDS, Faults, SmallDisk, set_clock, with_small_disks
+from tests.support.e2e.faults import KINDS, Faults, set_clock
 from tests.support.e2e.killing import Kill
 from tests.support.e2e.sampling import BOUNDS, Sampler
 from tests.support.e2e.wire import Wire, wire_to
+from tests.support.small_disk import Disk, small_disk
 from tests.support.taught_models import copy_model
 
 _DISK_MB, _DISK_MB_PER_HOUR = 512, 512
@@ -60,7 +60,6 @@ _CHECKED = 200
 _INTERVAL = 10.0
 """Seconds at most from one fault to the next one."""
 _SETTLE = 2
-_SMALL = "SOAK_SMALL_DISKS"
 
 
 def soak_config(root: Path, disk: Path, seed: int, admin_key: str) -> Config:
@@ -85,7 +84,7 @@ class Soak(Chaos):
         say: Callable[[str], None],
         *,
         seconds: float,
-        disk: SmallDisk,
+        disk: Disk,
         clock: Path,
         kept: Path,
     ) -> None:
@@ -263,40 +262,29 @@ def figures(soak: Soak) -> list[str]:
     return [load, f"an hour at most: {', '.join(most)}", f"at the end: {'; '.join(files)}"]
 
 
-def run_soak(root: Path, *, seconds: float, agents: int, seed: int, small: bool) -> Soak:
+def run_soak(root: Path, *, seconds: float, agents: int, seed: int) -> Soak:
     """Copy the model, serve, train, bring the faults, and audit; files are kept under ``root``."""
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.0f}  {line}", flush=True)
 
     began = time.monotonic()
-    disk, kept, clock = root / "disk", root / "kept", root / "clock"
-    for folder in (disk, kept):
-        folder.mkdir(parents=True, exist_ok=True)
-    if small:
-        size = _DISK_MB + round(_DISK_MB_PER_HOUR * seconds / 3600)
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(disk)]
-        subprocess.run(mount, check=True)
+    kept, clock = root / "kept", root / "clock"
+    kept.mkdir(parents=True)
     clock.write_bytes(bytes(8))
     os.environ["SOAK_CLOCK"] = str(clock)
     hook = Path(faults.__file__).parent / "clock"
     path = [str(hook), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
     admin_key = secrets.token_hex(24)
-    config = soak_config(root, disk, seed, admin_key)
-    copy_model(Path(config.model.path), seed=seed)
-    plan = Plan(kills=0, agents=agents, seed=seed, steps=0, limit=2 * seconds + 900)
-    soak = Soak(
-        config,
-        plan,
-        admin_key,
-        say,
-        seconds=seconds,
-        disk=SmallDisk(disk, small=small),
-        clock=clock,
-        kept=kept,
-    )
-    soak.go()
+    size = _DISK_MB + round(_DISK_MB_PER_HOUR * seconds / 3600)
+    with small_disk(root / "disk", size << 20) as disk:
+        config = soak_config(root, disk.folder, seed, admin_key)
+        copy_model(Path(config.model.path), seed=seed)
+        plan = Plan(kills=0, agents=agents, seed=seed, steps=0, limit=2 * seconds + 900)
+        how = {"seconds": seconds, "disk": disk, "clock": clock, "kept": kept}
+        soak = Soak(config, plan, admin_key, say, **how)
+        soak.go()
     return soak
 
 
@@ -306,21 +294,12 @@ def main() -> int:
     lasts.add_argument("--hours", type=float, default=2.0, help="of faults (default 2)")
     lasts.add_argument("--minutes", type=float, help="of faults, instead of hours")
     arguments = arguments_of(parser, agents=12)
-    if _SMALL not in os.environ:
-        command = with_small_disks([__file__, *sys.argv[1:]])
-        environment = os.environ | {_SMALL: "yes" if command[0] == "unshare" else "no"}
-        os.execvpe(command[0], command, environment)
     seconds = 60 * arguments.minutes if arguments.minutes else 3600 * arguments.hours
-    small = os.environ[_SMALL] == "yes"
     soak: Soak
 
     def run(root: Path) -> Outcome:
         nonlocal soak
-        soak = run_soak(
-            root, seconds=seconds, agents=arguments.agents, seed=arguments.seed, small=small
-        )
-        if small and not arguments.keep:
-            subprocess.run(["umount", "--lazy", str(root / "disk")], check=False)
+        soak = run_soak(root, seconds=seconds, agents=arguments.agents, seed=arguments.seed)
         if arguments.record:
             form = f"{seconds / 3600:.2g} h"
             record_outcome("tests/e2e/soak.py", form, soak.outcome, figures(soak))

@@ -101,13 +101,10 @@ def test_the_audit_finds_what_was_acknowledged_and_lost(ledger: Ledger) -> None:
     for reward in (None, 0.0):
         worse = interaction("c1", "7", reward=reward)
         assert len(audit.lost(ledger, record(trained, worse)).rewards) == 1
-
-
-def test_the_audit_expects_nothing_that_was_not_acknowledged(ledger: Ledger) -> None:
-    told = ledger.sessions[0]
-    told.finalized, told.rewards = False, {}
-    kept = interaction("c1", "7")
-    assert audit.lost(ledger, record(SessionState.EXPIRED, kept)) == audit.Lost([], [], [], [])
+    # Nothing is expected that was not acknowledged.
+    ledger.sessions[0].finalized, ledger.sessions[0].rewards = False, {}
+    found = audit.lost(ledger, record(SessionState.EXPIRED, interaction("c1", "7")))
+    assert found == audit.Lost([], [], [], [])
 
 
 def test_the_audit_sees_a_trained_answer_that_nobody_got(ledger: Ledger) -> None:

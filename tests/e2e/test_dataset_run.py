@@ -131,14 +131,14 @@ def test_a_dataset_run_that_is_killed_goes_on_bit_for_bit(
 
 
 def test_a_dataset_run_ended_in_any_way_goes_on_as_if_unbroken(
-    tmp_path: Path, tiny_model_dir: Path, request: pytest.FixtureRequest
+    tmp_path: Path, tiny_model_dir: Path, long: bool
 ) -> None:
     whole = Script(tmp_path / "whole", tiny_model_dir)
     assert whole.ended() == 0, whole.said
     expected = saved(whole.run, STEPS)
     assert [step for step, _, _ in expected.rewards] == list(range(1, STEPS + 1))
     assert expected.dataset and expected.dataset["low"] == 2 * STEPS
-    for step, number, code in LONG if request.config.getoption("--long") else SHORT:
+    for step, number, code in LONG if long else SHORT:
         script = Script(tmp_path / "ended", tiny_model_dir)
         script.until_step(step)
         script.send(number)

@@ -161,13 +161,6 @@ def stopped_well(shown: Terminal, kept: Path) -> None:
     assert shown.text.rstrip().splitlines()[-1] == f"stopped   files are in {kept}"
 
 
-def test_ctrl_c_before_the_service_is_there(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    with terminal([*CLI, "demo", "--keep", str(kept)], cwd=tmp_path, env=environment()) as shown:
-        shown.until("making a tiny model", 240)
-        stopped_well(shown, kept)
-
-
 def test_a_part_that_dies_is_seen_to_come_back_and_ctrl_c_ends_it_all(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     command = [*CLI, "demo", "--ranks", "1", "--keep", str(kept)]

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from any_agent.launcher import Node, NodeOptions
-from tests.support.e2e.live_run import live_config
+from tests.support.e2e.live_run import live_config, looked_after
 from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
 
@@ -38,23 +38,10 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 class Lab:
-    """A node that is looked after in this thread, and a client of it."""
+    """A client of a service, and what it asks."""
 
-    def __init__(self, node: Node, said: list[str]) -> None:
-        self.node = node
-        self.said = said
-        self.http = httpx.AsyncClient(base_url=node.url, timeout=60)
-
-    async def run(self, work: Awaitable[Any]) -> Any:
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                self.node.check()
-                await asyncio.wait([task], timeout=0.05)
-            return task.result()
-        finally:
-            task.cancel()
-            await self.http.aclose()
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
 
     async def ready(self) -> list[int]:
         response = await self.http.get("/readyz")
@@ -74,12 +61,6 @@ class Lab:
         response.raise_for_status()
         return response.json()
 
-    async def opens(self) -> bool:
-        """Return False where the rank died with the open: an agent tries again then."""
-        response = await self.http.post(START, json={"mode": "eval"})
-        assert response.status_code in (200, 502, 503), response.text
-        return response.status_code == 200
-
     async def open_once(self, key: str) -> httpx.Response:
         body = {"mode": "eval"}
         return await self.http.post(START, json=body, headers={"Idempotency-Key": key})
@@ -95,6 +76,12 @@ class Lab:
             assert time.monotonic() - began < within, "it did not happen"
             await asyncio.sleep(0.1)
         return time.monotonic() - began
+
+
+async def use(node: Node, work: Callable[[Lab], Awaitable[None]]) -> None:
+    """Do the work, while parts that die are started again in this thread."""
+    async with looked_after(node), httpx.AsyncClient(base_url=node.url, timeout=60) as http:
+        await work(Lab(http))
 
 
 def rank_of(session: dict[str, Any]) -> int:
@@ -136,9 +123,8 @@ def test_an_engine_of_the_service_that_hangs_is_restarted_and_its_call_goes_on(
     served: tuple[Node, list[str]],
 ) -> None:
     node, said = served
-    lab = Lab(node, said)
 
-    async def work() -> None:
+    async def work(lab: Lab) -> None:
         session = await lab.open_eval()
         rank = rank_of(session)
         assert await lab.ready() == [0, 1]
@@ -158,16 +144,15 @@ def test_an_engine_of_the_service_that_hangs_is_restarted_and_its_call_goes_on(
         assert await asyncio.wait_for(call, 120) > 0
         assert await lab.engine_up(rank) == 1
 
-    asyncio.run(lab.run(work()))
+    asyncio.run(use(node, work))
     label = [line for line in said if "has not answered for 8 s; killing it" in line]
     assert len(label) == 1
 
 
-def test_opens_avoid_a_stopped_rank_and_a_dead_one(served: tuple[Node, list[str]]) -> None:
-    node, said = served
-    lab = Lab(node, said)
+def test_opens_avoid_a_stopped_rank(served: tuple[Node, list[str]]) -> None:
+    node, _ = served
 
-    async def work() -> None:
+    async def work(lab: Lab) -> None:
         await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
         known = await lab.open_sessions()
         with stopped(node.parts["rank-0"].pid):
@@ -192,18 +177,14 @@ def test_opens_avoid_a_stopped_rank_and_a_dead_one(served: tuple[Node, list[str]
         known |= {session["session_id"] for session in opened}
         known |= {answer.json()["session_id"] for answer in again}
         await lab.becomes(lambda: _is(lab.open_sessions, known), 30)
-        os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
-        took = await lab.becomes(lab.opens, 10 + BUSY)
-        print(f"opened after {took:.1f} s without the dead rank")
 
-    asyncio.run(lab.run(work()))
+    asyncio.run(use(node, work))
 
 
 def test_a_stopped_router_is_replaced(served: tuple[Node, list[str]]) -> None:
-    node, said = served
-    lab = Lab(node, said)
+    node, _ = served
 
-    async def work() -> None:
+    async def work(lab: Lab) -> None:
         await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
         router = node.parts["router"]
         first, restarts = router.pid, router.restarts
@@ -219,7 +200,7 @@ def test_a_stopped_router_is_replaced(served: tuple[Node, list[str]]) -> None:
         assert router.pid != first
         await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
 
-    asyncio.run(lab.run(work()))
+    asyncio.run(use(node, work))
 
 
 async def _answered(url: str) -> float:
@@ -244,11 +225,10 @@ def test_the_service_goes_on_past_a_dead_and_a_stopped_engine_of_engine_urls(
         embedded_engine(tiny_model_dir, ports[0], folders[0]) as first,
         embedded_engine(tiny_model_dir, ports[1], folders[1]) as second,
     ):
-        starting, said = serving(tmp_path, tiny_model_dir, **{"engine.urls": f"{first},{second}"})
+        starting, _ = serving(tmp_path, tiny_model_dir, **{"engine.urls": f"{first},{second}"})
         with starting as node:
-            lab = Lab(node, said)
 
-            async def work() -> None:
+            async def work(lab: Lab) -> None:
                 assert await lab.ready() == [0, 1]
                 with stopped(_listener(ports[1])):
                     await lab.becomes(lambda: _is(lab.ready, [0]), NOTICED + BUSY)
@@ -262,7 +242,7 @@ def test_the_service_goes_on_past_a_dead_and_a_stopped_engine_of_engine_urls(
                 assert await lab.engine_up(0) == 0
                 assert {rank_of(await lab.open_eval()) for _ in range(6)} == {1}
 
-            asyncio.run(lab.run(work()))
+            asyncio.run(use(node, work))
 
 
 async def _is(read: Callable[[], Awaitable[Any]], value: Any) -> bool:

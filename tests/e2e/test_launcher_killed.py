@@ -8,8 +8,7 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -22,7 +21,7 @@ from any_agent.rundir.layout import RunDir
 from tests.support.e2e.live_run import agent
 from tests.support.e2e.serving import Served, serve
 from tests.support.launcher.children import is_alive
-from tests.support.waiting import meanwhile
+from tests.support.waiting import meanwhile, until
 
 SHORT, LONG = 2, 7
 """Kills at moments spread over the publication of weights; `--long` makes more of them."""
@@ -74,18 +73,14 @@ async def agents(url: str) -> AsyncIterator[None]:
         yield
 
 
-async def happens(condition: Callable[[], object], within: float = 300) -> None:
-    async with asyncio.timeout(within):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 def newest(run: RunDir) -> int:
     return max((int(path.name[1:]) for path in run.weights.glob("v*")), default=0)
 
 
-def is_published(run: RunDir, version: int) -> bool:
-    return newest(run) >= version
+async def next_version(run: RunDir) -> None:
+    """Wait for weights that are newer than the newest ones."""
+    before = newest(run)
+    await until(lambda: newest(run) > before, "a publication", within=300)
 
 
 async def left_of(served: Served) -> list[str]:
@@ -95,8 +90,8 @@ async def left_of(served: Served) -> list[str]:
     names = {part.pid: " ".join(part.cmdline()[:4]) for part in parts}
     served.process.kill()
     served.process.wait()
-    with contextlib.suppress(TimeoutError):
-        await happens(lambda: not any(map(is_alive, parts)), within=BOUND)
+    with contextlib.suppress(AssertionError):
+        await until(lambda: not any(map(is_alive, parts)), within=BOUND)
     left = [part for part in parts if is_alive(part)]
     for part in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,15 +100,14 @@ async def left_of(served: Served) -> list[str]:
 
 
 async def test_no_part_outlives_a_killed_launcher_and_the_same_command_is_accepted_at_once(
-    arguments: list[str], tmp_path: Path, request: pytest.FixtureRequest
+    arguments: list[str], tmp_path: Path, long: bool
 ) -> None:
-    tries = LONG if request.config.getoption("--long") else SHORT
+    tries = LONG if long else SHORT
     for number in range(tries):
         with serve(*arguments, cwd=tmp_path) as served:
             run = run_of(tmp_path)
             async with agents(served.url):
-                before = newest(run)
-                await happens(partial(is_published, run, before + 1))
+                await next_version(run)
                 await asyncio.sleep(SPREAD * number / tries)
                 assert await left_of(served) == []
 
@@ -126,9 +120,8 @@ async def test_a_trainer_that_waits_for_a_stopped_engine_ends_too(
         more = [f"train.processes={processes}", "train.micro_batch_tokens=128"]
         with serve(*arguments, *more, cwd=tmp_path) as served:
             run = run_of(tmp_path)
-            before = newest(run)
             async with agents(served.url):
-                await happens(partial(is_published, run, before + 1))
+                await next_version(run)
                 (engine,) = [
                     p for p in served.children if "any_agent.engine.embedded" in p.cmdline()
                 ]

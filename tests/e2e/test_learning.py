@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.learning.curves import picture, summary
-from tests.e2e.learning.runs import prepare, train
-from tests.e2e.learning.seeds import GAIN
+from benchmarks.learning.curves import picture, summary
+from benchmarks.learning.runs import prepare, train
+from benchmarks.learning.seeds import GAIN
 
 TASK, SEED = "tool_use", 0
 

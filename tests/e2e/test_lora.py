@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from any_agent.auth.access import run_dir_of
 from any_agent.rundir.layout import latest_step
-from tests.support.e2e.live_run import live_config, recompute, recorded, run_live
+from tests.support.e2e.live_run import live_config, recompute, recorded, run_live, steps_of
 
 TOLERANCE = 1e-4
 LORA = {"train.lora.rank": 4, "train.lora.alpha": 16, "train.lr": 1e-2}
@@ -31,7 +30,7 @@ def test_engines_sample_with_the_adapter_that_is_trained(
     versions = {int(v) for c in checks for v in c.interaction.output_versions}
     worst = max(c.error for c in checks)
     assert {0, 1, 2, 3} <= versions
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = steps_of(run)
     mismatch = max(line["mismatch_max"] for line in lines if "mismatch_max" in line)
     record_property(
         "figure",

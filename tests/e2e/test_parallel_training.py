@@ -6,7 +6,6 @@ Real processes: the embedded engine, proxy, router, and a trainer of two.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import psutil
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import published_versions, weights_folder
 from tests.support.e2e.history import consumed_in
-from tests.support.e2e.live_run import drive, live_config
+from tests.support.e2e.live_run import drive, live_config, looked_after, steps_of
 from trainer.checkpoint import load_checkpoint
 from trainer.model import PolicyConfig
 from trainer.weight_folders import holds_weights
@@ -47,7 +45,7 @@ class KillingNode(Node):
 
     def check(self) -> bool:
         trainer = self.parts.get("trainer")
-        if self.killed is None and trainer is not None and steps_of(self.config):
+        if self.killed is None and trainer is not None and steps_of(self.dir):
             for process in psutil.Process(trainer.pid).children():
                 if process.environ().get("RANK") == "1":
                     self.killed = process.pid
@@ -57,20 +55,8 @@ class KillingNode(Node):
 
 async def watched(node: Node) -> None:
     """Agents until training has ended, and parts that die started again meanwhile."""
-
-    async def watch() -> None:
-        while not node.check():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch())
+    async with looked_after(node):
         await drive(node, agents=8)
-
-
-def steps_of(config: Config) -> list[int]:
-    metrics = trial_dir(config).metrics
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [json.loads(line)["step"] for line in lines]
 
 
 def test_training_by_two_processes_goes_on_when_one_is_killed(
@@ -83,8 +69,8 @@ def test_training_by_two_processes_goes_on_when_one_is_killed(
         assert node.killed is not None
         assert node.parts["trainer"].restarts == 1, said
 
-    run = trial_dir(config)
-    assert steps_of(config) == list(range(1, STEPS + 1))
+    run, lines = node.dir, steps_of(node.dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     checkpoint = run.checkpoints / f"step-{STEPS:08d}"
     assert len(list((checkpoint / "trainer" / "optimizer").glob("*.safetensors"))) == 2
     policy, state = load_checkpoint(checkpoint, PolicyConfig(threads=1))
@@ -92,6 +78,5 @@ def test_training_by_two_processes_goes_on_when_one_is_killed(
     assert state["version"] == newest
     assert holds_weights(weights_folder(run.weights, newest), policy)
     # Every session had one effect, and each step the sessions that it told of.
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     taken = Counter(one.step for one in consumed_in(checkpoint).values() if one.rejected is None)
     assert taken == {line["step"]: line["sessions"] for line in lines}

@@ -15,7 +15,8 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
 from any_agent.protocol.rl import SessionInfo, SessionStarted
 from any_agent.rundir.registry import rank_name
-from tests.support.e2e.live_run import live_config, recompute, recorded
+from tests.support.e2e.live_run import live_config, looked_after, recompute, recorded
+from tests.support.waiting import until
 
 REWARDS = [0.0, 1.0, 0.0, 1.0]
 
@@ -33,10 +34,8 @@ async def kill_and_wait(node: Node, name: str) -> None:
     """Let the launcher start the part again, until it is ready."""
     part = node.parts[name]
     os.kill(part.pid, signal.SIGKILL)
-    async with asyncio.timeout(240):
-        while part.restarts == 0 or part.state != "ready":
-            node.check()
-            await asyncio.sleep(0.05)
+    async with looked_after(node):
+        await until(lambda: part.restarts and part.state == "ready", name, within=240)
 
 
 async def run(node: Node) -> list[str]:

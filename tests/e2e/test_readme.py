@@ -98,7 +98,9 @@ def run_bash(script: str, url: str, cwd: Path) -> str:
 
 
 @pytest.mark.smoke
-def test_the_curl_block(served: Served, config: Config, tmp_path: Path) -> None:
+def test_the_curl_block_records_and_rewards_a_continued_session(
+    served: Served, config: Config, tmp_path: Path
+) -> None:
     out = run_bash(block("curl"), served.url, tmp_path)
     answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     rewarded = next(a for a in answers if "reward" in a)
@@ -114,7 +116,7 @@ def test_the_curl_block(served: Served, config: Config, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["http", "client"])
-def test_the_python_blocks(name: str, served: Served, tmp_path: Path) -> None:
+def test_the_python_blocks_end_their_sessions(name: str, served: Served, tmp_path: Path) -> None:
     program = block(name).replace("http://127.0.0.1:8000", served.url)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -142,7 +144,7 @@ def test_ctrl_c_ends_every_process(served: Served) -> None:
     assert "Traceback" not in served.output.read_text()
 
 
-def test_a_dataset(config_file: Path, tmp_path: Path) -> None:
+def test_the_script_of_the_readme_trains_on_a_dataset(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(block("agent"))
     (tmp_path / "train.py").write_text(block("train"))
     item = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "answer": "42"}

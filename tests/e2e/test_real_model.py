@@ -11,7 +11,7 @@ import torch
 from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
 from any_agent.types import Interaction
-from tests.support.e2e.live_run import live_config, recompute, recorded, run_live
+from tests.support.e2e.live_run import live_config, recompute, recorded, run_live, steps_of
 from tests.support.e2e.serving import run_cli
 
 CALLS = 50
@@ -93,6 +93,6 @@ def test_the_real_model_was_trained_and_other_weights_would_be_noticed(live: Con
     checks = recompute(live, calls_of(live, 1), version_shift=-1)
     assert max(check.error for check in checks) > 10 * TOLERANCE
     run = RunDir.of(live.root, live.user, live.experiment, live.trial)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = steps_of(run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["grad_norm"] > 0 for line in lines)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ from proxy_ext.journal import SessionRow
 from tests.support.archives import Exported, Rank
 from tests.support.e2e.live_run import live_config, looked_after
 from tests.support.e2e.saved import Saved, assert_same, saved
-from tests.support.errors import fails_with
 
 STEPS = 6
 # A step that is made again has no checkpoint of its own, so those that have one die at that only.
@@ -202,69 +200,3 @@ def test_the_oldest_checkpoint_is_enough_after_retention(
     done = Exported(config)
     assert done.code == 0 and set(done.ids) >= rows.keys(), done.said
     assert len(set(done.ids)) == len(done.ids)
-
-
-async def drive_again(node: Node) -> None:
-    """The service says of a finished run that it is finished until its trainer is back."""
-    async with asyncio.timeout(LIMIT), RLClient(node.url, retry_for=60) as service:
-        while (await service.run_info()).state == "finished":
-            node.check()
-            await asyncio.sleep(0.1)
-    # Those before have had their groups.
-    await drive(node, 1000)
-
-
-def test_training_goes_on_after_a_rank_lost_its_journal(
-    whole: Config, tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """The machine is gone, and with it what the steps after the checkpoint had taken from there."""
-    config = config_for(tmp_path / "runs", tiny_model_dir)
-    run = trial_dir(config)
-    shutil.copytree(trial_dir(whole).path, run.path)
-    (run.checkpoints / f"step-{STEPS:08d}" / "manifest.json").unlink()
-    lost = [path for path in run.journal(1).parent.iterdir() if path.name.startswith("rank-1.")]
-    for path in lost:
-        path.unlink()
-    with Node(config, NodeOptions(say=lambda _: None)) as node:
-        asyncio.run(drive_again(node))
-        assert node.parts["trainer"].restarts == 0
-    log = (run.logs / "trainer.log").read_text()
-    assert f"step {STEPS - 1}" in log and "cannot be repeated, because a rank has lost its" in log
-    again = outcome(config)
-    assert [step for step, _, _ in again.rewards][:STEPS] == [*range(1, STEPS + 1)]
-    assert again.rewards[-1][0] == STEPS
-    state = json.loads((run.path / "state.json").read_text())
-    assert state["highest_version"] > STEPS, "no version is used twice"
-
-
-async def visit(node: Node) -> None:
-    """An agent that wants to train, and one that does not."""
-    async with asyncio.timeout(LIMIT), RLClient(node.url, retry_for=60) as service:
-        while not node.check():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        run = await service.run_info()
-        assert (run.state, run.step, run.trial) == ("finished", STEPS, node.config.trial)
-        for _ in range(2):  # on either rank
-            with fails_with(RunFinished, code="run_finished"):
-                await service.start_session(wait=60)
-            session = await service.start_session(mode="eval")
-            assert session.version == run.version
-            async with openai.AsyncOpenAI(
-                base_url=session.base_url, api_key=session.api_key
-            ) as sdk:
-                done = await sdk.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "count"}]
-                )
-            assert done.choices[0].message.content
-            assert (await service.finalize(session.api_key)).state == "evaluated"
-
-
-def test_a_finished_run_that_is_started_again_serves(whole: Config, uninterrupted: Saved) -> None:
-    run = trial_dir(whole)
-    published = sorted(path.name for path in run.weights.iterdir())
-    with Node(whole, NodeOptions(say=lambda _: None)) as node:
-        asyncio.run(visit(node))
-        assert node.parts["trainer"].restarts == 0
-    # What the engines serve is what was trained; nothing had to be published or saved again.
-    assert sorted(path.name for path in run.weights.iterdir()) == published
-    assert outcome(whole).consumed == uninterrupted.consumed

@@ -81,10 +81,10 @@ async def test_nothing_is_acknowledged_after_the_run_folder_is_removed(
     how: str,
     tmp_path: Path,
     tiny_model_dir: Path,
-    pytestconfig: pytest.Config,
+    long: bool,
     figure: Callable[[str], None],
 ) -> None:
-    times = LONG if pytestconfig.getoption("--long") else SHORT
+    times = LONG if long else SHORT
     seconds, after = list[float](), Counter[int]()
     for number in range(times):
         folder = tmp_path / str(number)

@@ -22,7 +22,7 @@ from proxy_ext.archive.records import record_line
 from proxy_ext.journal import SessionRow
 from tests.support.e2e import audit, faults, sampling
 from tests.support.e2e.audit import Record
-from tests.support.e2e.faults import INTERVALS, KINDS, SmallDisk, set_clock
+from tests.support.e2e.faults import INTERVALS, KINDS, set_clock
 from tests.support.e2e.sampling import Series, anonymous, trend
 from tests.support.e2e.wire import wire_to
 from tests.support.journal import make_interaction, make_row
@@ -149,38 +149,6 @@ def test_processes_see_the_clock_that_is_set(tmp_path: Path) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         assert abs(float(process.stdout.readline()) + 7200 - time.time()) < 600
-
-
-def test_a_process_can_be_kept_from_writing_and_allowed_again(tmp_path: Path) -> None:
-    """The way where no small disk can be mounted."""
-    code = (
-        "import os\n"
-        "file = open('f', 'wb', buffering=0)\n"
-        "for _ in range(2):\n"
-        "    input()\n"
-        "    try:\n"
-        "        file.write(bytes(1 << 20)); file.write(b'x'); print('written', flush=True)\n"
-        "    except OSError as error:\n"
-        "        print(os.strerror(error.errno), flush=True)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-
-        def told() -> str:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            return process.stdout.readline().strip()
-
-        with SmallDisk(tmp_path, small=False).full([process.pid]):
-            assert told() == "File too large"
-        assert told() == "written"
 
 
 async def test_a_wire_can_be_cut_and_slowed_down() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,27 +16,10 @@ import pytest
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.trial import latest_weights
-from tests.support.e2e.live_run import drive, live_config
+from tests.support.e2e.live_run import live_config, some_steps, steps_of
 from tests.support.e2e.serving import Served, serve
 
 STREAMS, TOKENS = 100, 300
-
-
-def steps_of(node: Node) -> list[int]:
-    metrics = node.dir.metrics
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [json.loads(line)["step"] for line in lines]
-
-
-async def some_steps(node: Node) -> None:
-    """Agents work until two steps are made; then they are gone."""
-    work = asyncio.create_task(drive(node, agents=8))
-    deadline = time.monotonic() + 400
-    while len(await asyncio.to_thread(steps_of, node)) < 2 and time.monotonic() < deadline:
-        await asyncio.wait([work], timeout=0.1)
-    work.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
 
 
 class Talk:
@@ -125,13 +105,13 @@ def test_an_interrupt_ends_a_service_that_a_script_started_in_the_background(
 def test_every_part_ends_well_at_sigterm(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = live_config(tmp_path, tiny_model_dir, **{"train.steps": 1000})
     with pytest.raises(Terminated), Node(config, NodeOptions(say=lambda _: None)) as node:
-        asyncio.run(some_steps(node))
+        asyncio.run(some_steps(node, 2))
         raise Terminated
     codes = {name: part.exit_code for name, part in node.parts.items()}
     # A trainer's 0 says that training is done.
     assert codes.pop("trainer") == 143
     assert set(codes.values()) == {0}
-    made, saved = steps_of(node)[-1], latest_weights(config)
+    made, saved = steps_of(node.dir)[-1]["step"], latest_weights(config)
     assert made >= 2
     assert saved is not None
     assert saved.step == made

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,12 +26,11 @@ import httpx
 import psutil
 import pytest
 
-from any_agent.client.rl_client import RLClient
 from any_agent.engine.embedded.server import EngineServer
 from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.registry import Registry
 from proxy_ext.web import permissions
-from tests.support.e2e.live_run import agent, live_config, looked_after
+from tests.support.e2e.live_run import live_config, some_steps
 from tests.support.other_user import as_nobody
 
 pytestmark = pytest.mark.skipif(
@@ -99,37 +94,11 @@ def live(tiny_model_dir: Path) -> Iterator[Live]:
     try:
         config = live_config(top / "runs", tiny_model_dir, **settings)
         with Node(config, NodeOptions(say=lambda _: None)) as node:
-            asyncio.run(_train(node))
+            asyncio.run(some_steps(node, 2, admin_key=ADMIN))
             yield Live(node, top)
     finally:
         os.umask(before)
         shutil.rmtree(top)
-
-
-async def _train(node: Node) -> None:
-    """Agents work until two steps are made."""
-    rng = random.Random(0)
-    deadline = time.monotonic() + 300
-
-    def steps() -> int:
-        return len(node.dir.metrics.read_text().splitlines()) if node.dir.metrics.exists() else 0
-
-    numbers = itertools.count()
-
-    async def work(service: RLClient) -> None:
-        while steps() < 2:
-            assert time.monotonic() < deadline, "the run makes no steps"
-            await agent(service, next(numbers), rng, 4)
-
-    operator = RLClient(node.url, admin_key=ADMIN, retry_for=120)
-    async with operator as service, looked_after(node):
-        workers = [asyncio.create_task(work(service)) for _ in range(8)]
-        done, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for task in done:
-            task.result()
 
 
 def listeners(live: Live) -> dict[tuple[str, int], str]:
@@ -249,23 +218,6 @@ def test_no_file_of_the_run_is_another_users_to_read(live: Live) -> None:
     files = {path for path in run.path.rglob("*") if not path.name.startswith(".")}
     assert files > secret
     assert as_nobody(folders=[str(run.path)], files=[*map(str, files)])["files"] == []
-
-
-def test_the_operator_is_served_beside_another_users_attempts(live: Live) -> None:
-    """The doctor finds the run's engines and their key by the trial's name."""
-    config = live.node.config
-    named = ["--experiment", config.experiment, "--trial", config.trial, f"root={config.root}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "any_agent.cli", "doctor", "--json", *named, f"user={config.user}"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    verdicts = json.loads(done.stdout)["verdicts"]
-    answers = [one for one in verdicts if one["law"] == "engine"]
-    assert len(answers) == config.server.ranks, done.stdout
-    assert all("serves" in one["seen"] for one in answers), answers
 
 
 def _engines(live: Live) -> list[httpx.URL]:

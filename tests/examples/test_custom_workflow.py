@@ -58,7 +58,7 @@ async def test_what_is_written_for_the_model_is_not_trained_on(tokenizer: Any) -
     assert row["rewards"] == 1.0
 
 
-async def test_a_model_in_time_is_left_alone(tokenizer: Any) -> None:
+async def test_an_answer_within_the_budget_is_one_request(tokenizer: Any) -> None:
     engine = Engine(tokenizer, (f"Hm. {CONCLUDES}8<|im_end|>", "stop"))
     row = await episode(tokenizer, engine)
     assert len(engine.asked) == 1
@@ -67,7 +67,7 @@ async def test_a_model_in_time_is_left_alone(tokenizer: Any) -> None:
     assert row["rewards"] == 0.0
 
 
-async def test_who_has_begun_to_answer_goes_on(tokenizer: Any) -> None:
+async def test_an_answer_that_has_begun_is_continued_as_it_is(tokenizer: Any) -> None:
     engine = Engine(tokenizer, (f"Hm. {CONCLUDES}", "length"), ("7<|im_end|>", "stop"))
     row = await episode(tokenizer, engine)
     first, second = engine.asked

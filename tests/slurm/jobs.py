@@ -67,9 +67,8 @@ def said(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def steps_of(run: RunDir) -> list[dict[str, Any]]:
-    text = run.metrics.read_text() if run.metrics.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+def over(cluster: Slurm, job: str) -> bool:
+    return cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING")
 
 
 def key_of_a_tenant(cluster: Slurm, path: Path) -> str:

@@ -85,7 +85,9 @@ def submit(cluster: Slurm, path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(PATIENCE + 5 * SOON, func_only=True)
 @pytest.mark.usefixtures("refused")
-def test_a_job_that_is_submitted_and_cancelled(cluster: Slurm, model: Path, tmp_path: Path) -> None:
+def test_a_cancelled_job_leaves_no_process_and_all_that_the_next_needs(
+    cluster: Slurm, model: Path, tmp_path: Path
+) -> None:
     path = settings(tmp_path, model, steps=STEPS)
     config = load_config(path, environ={})
     run, agents_key = trial_dir(config), key_of_a_tenant(cluster, path)
@@ -121,7 +123,9 @@ def test_a_job_that_is_submitted_and_cancelled(cluster: Slurm, model: Path, tmp_
         assert (run.path / "journal" / f"rank-{rank}.kept").exists()
 
 
-def test_jobs_that_cannot_be(cluster: Slurm, refused: list[Refused]) -> None:
+def test_jobs_with_impossible_settings_fail_with_the_reason(
+    cluster: Slurm, refused: list[Refused]
+) -> None:
     def logs() -> str:
         return "\n".join(
             f"{one.job} is {cluster.state(one.job)}:\n{said(one.log)}" for one in refused

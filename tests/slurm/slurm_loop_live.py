@@ -24,10 +24,11 @@ from safetensors.torch import load_file
 from any_agent.config import Config, load_config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir, weights_folder
-from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, said, sbatch, settings, steps_of
+from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, over, said, sbatch, settings
 from tests.slurm.lab import PATIENCE, Slurm, until
 from tests.support.e2e.audit import leaks, read_records
 from tests.support.e2e.history import consumed_in
+from tests.support.e2e.live_run import steps_of
 from tests.support.e2e.retrain import retrain
 
 STEPS = 12
@@ -88,10 +89,6 @@ def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.send_signal(signal.SIGCONT)
 
 
-def over(cluster: Slurm, job: str) -> bool:
-    return cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING")
-
-
 def minutes_of(cluster: Slurm, job: str) -> int:
     """For which the job has run, begun ones too."""
     found = re.search(r"RunTime=(\d+):(\d+):\d+", cluster.ask("scontrol", "show", "job", job))
@@ -99,7 +96,7 @@ def minutes_of(cluster: Slurm, job: str) -> int:
     return 60 * int(found[1]) + int(found[2]) + 1
 
 
-def test_its_log_shows_it(run: Run) -> None:
+def test_the_log_names_nodes_roles_addresses_and_steps(run: Run) -> None:
     assert f"job       {run.job} on n1, n2\n" in run.log
     assert "role      n1 (127.0.0.1): engines and proxies of ranks 0, 1; the router" in run.log
     assert "role      n2: the trainer" in run.log
@@ -113,7 +110,7 @@ def test_its_log_shows_it(run: Run) -> None:
     assert leaks(run.dir, [ADMIN]) == [] and ADMIN not in run.log
 
 
-def test_it_learns(run: Run) -> None:
+def test_the_reward_rises_on_two_nodes(run: Run) -> None:
     rewards = [step["reward"] for step in steps_of(run.dir)]
     assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
 
@@ -124,7 +121,7 @@ def test_agents_saw_no_more_than_calls_that_failed(run: Run) -> None:
     assert run.agents["states"]["finalized"] >= trained
 
 
-def test_it_goes_on_exactly(run: Run) -> None:
+def test_a_job_that_was_queued_again_goes_on_bit_for_bit(run: Run) -> None:
     steps = steps_of(run.dir)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert steps[: len(run.before)] == run.before

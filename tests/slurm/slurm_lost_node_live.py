@@ -26,11 +26,12 @@ from any_agent.config import JOURNAL_VARIABLE, Config, load_config
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
-from tests.slurm.jobs import ADMIN, said, sbatch, settings, steps_of
+from tests.slurm.jobs import ADMIN, over, said, sbatch, settings
 from tests.slurm.lab import PATIENCE, Slurm, slurm, until
 from tests.support.e2e import audit, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.ledger import Answer, Ledger, Told
+from tests.support.e2e.live_run import steps_of
 from tests.support.e2e.retrain import retrain
 
 STEPS = 8
@@ -90,10 +91,6 @@ def run(lost_cluster: Slurm, model: Path, tmp_path_factory: pytest.TempPathFacto
     until(lambda: over(cluster, run.job), lambda: said(log), within=300)
     run.state, run.log = cluster.state(run.job), said(log)
     return run
-
-
-def over(cluster: Slurm, job: str) -> bool:
-    return cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING")
 
 
 async def drive(run: Run, cluster: Slurm, log: Path) -> None:
@@ -183,7 +180,7 @@ def test_the_job_goes_on_to_its_last_step(run: Run) -> None:
     assert "restart 1" not in run.log
 
 
-def test_it_says_what_it_did(run: Run) -> None:
+def test_the_log_names_the_lost_node_and_who_carries_on(run: Run) -> None:
     assert "role      n1 (127.0.0.1): engines and proxies of ranks 0; the router; the trainer" in (
         run.log
     )
@@ -195,7 +192,7 @@ def test_it_says_what_it_did(run: Run) -> None:
     assert "node 1    ready again" in after
 
 
-def test_the_rank_is_carried_on_within_seconds(run: Run) -> None:
+def test_a_session_of_the_lost_rank_is_answered_in_time(run: Run) -> None:
     print(f"a session of the lost rank got its next answer after {run.away:.1f} s")
     assert 0 < run.away < BOUND
 

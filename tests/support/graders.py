@@ -16,6 +16,12 @@ def by_length(session: dict[str, Any]) -> float:
     return len(last["messages"]) + float(session["metadata"].get("plus", 0))
 
 
+def share_of_letters(session: dict[str, Any]) -> float:
+    """Small letters among the characters of all answers of a conversation."""
+    said = "".join(i["output_message"]["content"] or "" for i in session["interactions"])
+    return sum(c.islower() for c in said) / max(1, len(said))
+
+
 async def by_name(session: dict[str, Any]) -> dict[str, float]:
     return {"correct": 1, "format": 0.5}
 

@@ -12,16 +12,18 @@ LIMIT = 60.0
 """Seconds until a test gives up on what must happen in a moment."""
 
 
-async def until(condition: Callable[[], Any], what: str = "the condition") -> Any:
+async def until(
+    condition: Callable[[], Any], what: str = "the condition", within: float = LIMIT
+) -> Any:
     """Poll until it is truthy; its value."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + within
     while True:
         value = condition()
         if isinstance(value, Awaitable):
             value = await value
         if value:
             return value
-        assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
+        assert time.monotonic() < deadline, f"{what} did not come true within {within:g} s"
         await asyncio.sleep(0.01)
 
 

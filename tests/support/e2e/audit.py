@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections import Counter
@@ -22,9 +21,9 @@ from any_agent.rundir.registry import Registry, rank_name
 from any_agent.types import Interaction, SessionState
 from proxy_ext.archive.files import list_archives, read_lines
 from proxy_ext.archive.records import read_record
-from proxy_ext.journal import SessionRow, SQLiteJournal
 from tests.support.e2e.ledger import Ledger, Told
-from tests.support.e2e.live_run import Check, recompute
+from tests.support.e2e.live_run import Check, Record, recompute
+from tests.support.e2e.live_run import read_records as read_records
 
 KEPT = {
     "train": {
@@ -37,32 +36,6 @@ KEPT = {
 }
 """Where a session may be once its finalize was acknowledged."""
 SESSION_KEY = re.compile(rb"sk-v1\.\d+\.[0-9a-f]{24}\.[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a journal holds of a session."""
-
-    row: SessionRow
-    interactions: list[Interaction]
-
-
-def read_records(run: RunDir, ranks: int) -> dict[str, Record]:
-    """Every session of every rank's journal, by its id."""
-
-    async def read() -> dict[str, Record]:
-        out = {}
-        for rank in range(ranks):
-            journal = SQLiteJournal(run.journal(rank))
-            try:
-                for row in await journal.sessions(list(SessionState)):
-                    stored = await journal.interactions(row.id)
-                    out[row.id] = Record(row, [one.interaction for one in stored])
-            finally:
-                await journal.close()
-        return out
-
-    return asyncio.run(read())
 
 
 def read_archives(run: RunDir, ranks: int, records: dict[str, Record]) -> list[str]:

@@ -8,18 +8,16 @@ import os
 import random
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from any_agent.launcher import Node
-from tests.support.e2e.killing import Kill
+from tests.support.e2e.killing import Kill, end_part
 from tests.support.e2e.wire import Wire
+from tests.support.small_disk import Disk
+from tests.support.waiting import until
 
 PARTS = ("proxy", "engine", "router", "trainer")
 KINDS = (
@@ -42,7 +40,6 @@ _SLOW = 3.0
 _FULL = (2.0, 5.0)
 _JUMP = 7200.0
 _PATIENCE = 300.0
-_LIMITED = 64 << 10
 
 
 def plan(intervals: int, rng: random.Random) -> list[str | None]:
@@ -66,61 +63,6 @@ def plan(intervals: int, rng: random.Random) -> list[str | None]:
     return out
 
 
-class SmallDisk:
-    """The file system of a folder, which a test can fill; or files that cannot grow.
-
-    Without a small file system there, the service's own processes are kept from writing: a write
-    then fails as it does on a disk that has a quota.
-    """
-
-    def __init__(self, folder: Path, *, small: bool) -> None:
-        self._folder = folder
-        self.small = small
-
-    @contextlib.contextmanager
-    def full(self, pids: list[int]) -> Iterator[None]:
-        with self._filled() if self.small else _limited(pids):
-            yield
-
-    @contextlib.contextmanager
-    def _filled(self) -> Iterator[None]:
-        ballast = self._folder / "ballast"
-        try:
-            with ballast.open("wb", buffering=0) as file:
-                for size in (1 << 22, 1 << 16, 1 << 12, 1):
-                    with contextlib.suppress(OSError):
-                        while True:
-                            file.write(b"x" * size)
-            yield
-        finally:
-            ballast.unlink()
-
-
-@contextlib.contextmanager
-def _limited(pids: list[int]) -> Iterator[None]:
-    """No file of these processes grows beyond a size that it has long had."""
-    unlimited = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
-    try:
-        for pid in pids:
-            psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (_LIMITED, psutil.RLIM_INFINITY))
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, unlimited)
-
-
-def with_small_disks(arguments: list[str]) -> list[str]:
-    """The command in a namespace where it may mount; itself where there is none."""
-    own = [sys.executable, *arguments]
-    for how in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
-        script = ["sh", "-c", "mount -t tmpfs -o size=1m tmpfs /mnt"]
-        with contextlib.suppress(OSError):
-            if subprocess.run([*how, *script], capture_output=True, check=False).returncode == 0:
-                return [*how, *own]
-    return own
-
-
 class Faults:
     """Brings faults over a node's parts; somebody else has to call its `check`."""
 
@@ -128,7 +70,7 @@ class Faults:
         self,
         node: Node,
         wire: Wire,
-        disk: SmallDisk,
+        disk: Disk,
         clock: Path,
         rng: random.Random,
         *,
@@ -162,7 +104,9 @@ class Faults:
         how, _, part = kind.partition(" ")
         name = self._name(part, spared=late and how != "stop") if part else ""
         if how in ("kill", "term"):
-            await self._end(name, signal.SIGKILL if how == "kill" else signal.SIGTERM)
+            number = signal.SIGKILL if how == "kill" else signal.SIGTERM
+            await self._ready(name)
+            await end_part(self._node, name, number, self._killed)
         elif how == "stop":
             await self._stop(name)
         elif how == "cut":
@@ -172,9 +116,11 @@ class Faults:
             await asyncio.sleep(_SLOW)
             self._wire.slow = False
         elif how == "disk":
-            ranks = [part.pid for part in self._node.parts.values() if part.kind == "rank"]
-            with self._disk.full(ranks):
+            self._disk.fill()
+            try:
                 await asyncio.sleep(self._rng.uniform(*_FULL))
+            finally:
+                self._disk.make_room()
         else:
             set_clock(self._clock, self._rng.uniform(-_JUMP, _JUMP))
         return Kill(kind, name, at, time.monotonic() - began)
@@ -187,16 +133,6 @@ class Faults:
         rank = 1 if spared else self._turns[part] % 2
         return f"rank-{rank}" if part == "proxy" else f"engine-{rank}"
 
-    async def _end(self, name: str, number: signal.Signals) -> None:
-        part = self._node.parts[name]
-        await self._until(name, lambda: part.state == "ready")
-        restarts, made = part.restarts, self._made()
-        os.kill(part.pid, number)
-        self._killed(name)
-        await self._until(name, lambda: part.restarts > restarts and part.state == "ready")
-        if name == "trainer":
-            await self._until("the trainer's next step", lambda: self._made() != made)
-
     async def _stop(self, name: str) -> None:
         part = self._node.parts[name]
         pid = part.pid
@@ -206,18 +142,11 @@ class Faults:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        await self._until(name, lambda: part.state == "ready")
+        await self._ready(name)
 
-    def _made(self) -> int:
-        metrics = self._node.dir.metrics
-        return metrics.stat().st_size if metrics.exists() else 0
-
-    async def _until(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while not holds():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} is not there {_PATIENCE:g} s after a fault")
-            await asyncio.sleep(0.05)
+    async def _ready(self, name: str) -> None:
+        part = self._node.parts[name]
+        await until(lambda: part.state == "ready", name, within=_PATIENCE)
 
 
 def set_clock(path: Path, seconds: float) -> None:

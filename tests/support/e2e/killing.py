@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.launcher import Node
+from tests.support.waiting import until
 
 KINDS = ("proxy", "engine", "router", "trainer")
 _IN_A_ROW = 3
@@ -61,8 +62,7 @@ def _longest_run(kinds: list[str]) -> int:
 class Killer:
     """Kills one part at a time, when the one before is ready again and a random time has passed.
 
-    Somebody else has to call the node's `check`, which starts dead parts again. A trainer counts
-    as ready when it has reported a step, every other part when the node says so.
+    Somebody else has to call the node's `check`, which starts dead parts again.
     """
 
     def __init__(
@@ -90,21 +90,25 @@ class Killer:
             self._after(kill)
 
     async def _kill(self, kind: str, name: str) -> Kill:
-        part, metrics = self._node.parts[name], self._node.dir.metrics
-        restarts, size = part.restarts, _size(metrics)
         at, began = time.time(), time.monotonic()
-        os.kill(part.pid, signal.SIGKILL)
-        self._killed(name)
-        trains = kind == "trainer"
-        while (
-            part.restarts == restarts
-            or part.state != "ready"
-            or (trains and _size(metrics) <= size)
-        ):
-            if time.monotonic() - began > _PATIENCE:
-                raise TimeoutError(f"{name} is {part.state} {_PATIENCE:g} s after it was killed")
-            await asyncio.sleep(0.05)
+        await end_part(self._node, name, signal.SIGKILL, self._killed)
         return Kill(kind, name, at, time.monotonic() - began)
+
+
+async def end_part(
+    node: Node, name: str, number: signal.Signals, killed: Callable[[str], None]
+) -> None:
+    """Send a part the signal; return when it is ready again, the trainer when it made a step."""
+    part, metrics = node.parts[name], node.dir.metrics
+    restarts, size = part.restarts, _size(metrics)
+
+    def back() -> bool:
+        ready = part.restarts > restarts and part.state == "ready"
+        return ready and (name != "trainer" or _size(metrics) > size)
+
+    os.kill(part.pid, number)
+    killed(name)
+    await until(back, f"{name}, which got {number.name},", within=_PATIENCE)
 
 
 def _size(path: Path) -> int:

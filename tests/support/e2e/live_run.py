@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -19,7 +21,8 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.record import InteractionTree
 from any_agent.rundir.layout import RunDir
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal import SQLiteJournal
+from proxy_ext.journal import SessionRow, SQLiteJournal
+from tests.support.waiting import until
 
 
 def live_config(root: Path, model: Path, **overrides: object) -> Config:
@@ -120,27 +123,60 @@ async def drive(node: Node, *, agents: int, seed: int = 0, admin_key: str | None
     return finalized
 
 
+async def some_steps(node: Node, steps: int, *, admin_key: str | None = None) -> None:
+    """Keep agents at work until so many steps are made; then they are gone."""
+    work = asyncio.create_task(drive(node, agents=8, admin_key=admin_key))
+    try:
+        await until(lambda: work.done() or len(steps_of(node.dir)) >= steps, "steps", within=400)
+        if work.done():
+            work.result()
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+
+
+def steps_of(run: RunDir) -> list[dict[str, Any]]:
+    """The lines of the steps that were made, in their order."""
+    text = run.metrics.read_text() if run.metrics.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return [line for line in lines if "eval" not in line]
+
+
 def run_live(config: Config, *, agents: int = 12) -> int:
     with Node(config, NodeOptions(say=lambda _: None)) as node:
         return asyncio.run(drive(node, agents=agents))
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a journal holds of a session."""
+
+    row: SessionRow
+    interactions: list[Interaction]
+
+
+def read_records(run: RunDir, ranks: int) -> dict[str, Record]:
+    """Every session of every rank's journal, by its id."""
+
+    async def read() -> dict[str, Record]:
+        out = {}
+        for rank in range(ranks):
+            journal = SQLiteJournal(run.journal(rank))
+            try:
+                for row in await journal.sessions(list(SessionState)):
+                    stored = await journal.interactions(row.id)
+                    out[row.id] = Record(row, [one.interaction for one in stored])
+            finally:
+                await journal.close()
+        return out
+
+    return asyncio.run(read())
+
+
 def recorded(config: Config) -> list[list[Interaction]]:
     """The interactions of every session in the ranks' journals."""
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)
-
-    async def read(rank: int) -> list[list[Interaction]]:
-        journal = SQLiteJournal(run.journal(rank))
-        try:
-            rows = await journal.sessions(list(SessionState))
-            return [
-                [stored.interaction for stored in await journal.interactions(row.id)]
-                for row in rows
-            ]
-        finally:
-            await journal.close()
-
-    return [session for rank in range(config.server.ranks) for session in asyncio.run(read(rank))]
+    return [record.interactions for record in read_records(run, config.server.ranks).values()]
 
 
 @dataclass

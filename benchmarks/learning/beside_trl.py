@@ -1,8 +1,8 @@
-"""Draws learning curves of any-agent and of TRL's GRPOTrainer on the same task and models.
+"""Draw learning curves of any-agent and of TRL's GRPOTrainer on the same task and models.
 
-``python tests/e2e/learning/beside_trl.py docs/explanation/beside-trl.png [--seeds N]``. Each seed's
-model learns sums in one turn, by any-agent waiting for each batch, by any-agent with agents that
-run ahead, and by TRL, with the same settings. Before that an agent with a tool is trained in
+``python benchmarks/learning/beside_trl.py docs/explanation/beside-trl.png [--seeds N]``. Each
+seed's model learns sums in one turn, by any-agent waiting for each batch, by any-agent with agents
+that run ahead, and by TRL, with the same settings. Before that an agent with a tool is trained in
 deterministic runs by padded rows, by the tree of prefixes, and depth-first in small passes: the
 three have the same curve.
 """
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tests.e2e.learning.curves import picture, summary
-from tests.e2e.learning.runs import ROOT, Figures, prepare, train
+from benchmarks.learning.curves import picture, summary
+from benchmarks.learning.runs import ROOT, Figures, prepare, train
 
 TASK = "retry_math"
 STEPS = 16
@@ -67,7 +67,7 @@ def trl(folder: Path, seed: int) -> list[float]:
     options = {"--seed": seed, "--steps": STEPS, "--every": EVERY, "--lr": LEARNING_RATE}
     words = [str(word) for pair in options.items() for word in pair]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.learning.trl_training", str(folder), *words],
+        [sys.executable, "-m", "benchmarks.learning.trl_training", str(folder), *words],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

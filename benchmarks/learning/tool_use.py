@@ -81,7 +81,7 @@ def call(thing: str) -> str:
 
 
 def texts() -> Iterator[str]:
-    """What the tokenizer is made of."""
+    """Yield the texts that the tokenizer is made of."""
     for split in ("train", "valid"):
         for item in items(split):
             yield f"tools\n{json.dumps(TOOLS[0]['function'])}"

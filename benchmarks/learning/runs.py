@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.learning import retry_math, tool_use
+from benchmarks.learning import retry_math, tool_use
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = {"retry_math": retry_math, "tool_use": tool_use}
 _COMMON: dict[str, Any] = {
     "experiment": "learning",
@@ -49,16 +49,16 @@ _OF_TASK: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a training came to."""
+    """The figures of one training."""
 
     before: float
     """Mean reward of the validation set's runs before the first step."""
     after: float
     steps: int
     seconds: float
-    """Of the training, from the script's start to its end."""
+    """Seconds from the script's start to its end."""
     cpu_seconds: float
-    """Of all its processes: what it takes does not depend on who else uses the machine."""
+    """CPU seconds of all its processes, which do not depend on who else uses the machine."""
     rewards: list[float]
     """Mean score of each step's sessions; groups that all score the same are in none."""
     evals: list[float]
@@ -75,7 +75,7 @@ def prepare(folder: Path, task: str, seed: int) -> None:
     for split in ("train", "valid"):
         lines = [json.dumps(item) + "\n" for item in TASKS[task].items(split)]
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-    model = ["tests.e2e.learning.warm_models", task, str(folder / "model"), "--seed", str(seed)]
+    model = ["benchmarks.learning.warm_models", task, str(folder / "model"), "--seed", str(seed)]
     _run([sys.executable, "-m", *model])
 
 
@@ -96,7 +96,7 @@ def settings_of(folder: Path, task: str, seed: int, **more: Any) -> list[str]:
 
 def train(folder: Path, task: str, seed: int, **more: Any) -> Figures:
     """Run the script on what :func:`prepare` left in the folder."""
-    script = [sys.executable, str(ROOT / "tests/e2e/learning/train.py"), f"task={task}"]
+    script = [sys.executable, str(ROOT / "benchmarks/learning/train.py"), f"task={task}"]
     began, used = time.monotonic(), _cpu_seconds()
     _run([*script, *settings_of(folder, task, seed, **more)])
     seconds, cpu_seconds = time.monotonic() - began, _cpu_seconds() - used
@@ -120,7 +120,7 @@ def figures_of(metrics: Path, seconds: float, cpu_seconds: float) -> Figures:
 
 
 def rewards_of(metrics: Path) -> list[float]:
-    """Of each step."""
+    """Return the reward of each step."""
     return [line["reward"] for line in _lines(metrics) if "eval" not in line]
 
 
@@ -129,7 +129,7 @@ def _lines(metrics: Path) -> list[dict[str, Any]]:
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that have ended and been waited for, theirs too."""
+    """Return the seconds of all processes that have ended and been waited for, theirs too."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on sums: ``python -m tests.e2e.learning.trl_training FOLDER --seed N``.
+"""TRL's GRPOTrainer on sums: ``python -m benchmarks.learning.trl_training FOLDER --seed N``.
 
 It trains the model that ``runs.prepare`` left in the folder, with the settings that any-agent's run
 of the same task has, and prints the rewards of the validation set, before the first step and after
@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.e2e.learning.retry_math import is_right
+from benchmarks.learning.retry_math import is_right
 
 GROUP_SIZE = 8
 BATCH_SIZE = 64

@@ -1,10 +1,10 @@
-"""Whether models learn: ``python tests/e2e/learn.py [--seeds N] [--controls N] [--tasks N]``.
+"""Check that models learn: ``benchmarks/learning/learn.py [--seeds N] [--controls N] [--tasks N]``.
 
 Runs `any-agent demo` for each seed, and its control, in which every session gets another session's
 reward, for some. Prints a table; exit code 1 unless at least nine tenths of the seeds go from an
 accuracy of at most 0.5 to at least 0.85 and the controls gain less than 0.1 on average.
 
-Then trains on datasets, as a researcher's script does (`tests/e2e/learning`): sums with a second
+Then trains on datasets, as a researcher's script does: sums with a second
 try, and an agent with a tool. Of each, four of five seeds must gain 0.25 of reward in 3 minutes.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tests.e2e.learning.seeds import learn_tasks
+from benchmarks.learning.seeds import learn_tasks
 
 BEFORE, AFTER = 0.5, 0.85
 SHARE = 0.9

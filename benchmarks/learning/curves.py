@@ -1,6 +1,6 @@
-"""Draws learning curves of one agent, run by the trainer and outside of it.
+"""Draw learning curves of one agent, run by the trainer and outside of it.
 
-``python tests/e2e/learning/curves.py docs/explanation/dataset-and-proxy.png [--seeds N]``. Each
+``python benchmarks/learning/curves.py docs/explanation/dataset-and-proxy.png [--seeds N]``. Each
 seed's model is trained twice, with the same settings: by a researcher's script on the dataset, and
 by a service whose agents are outside and know its URL alone. Nothing is deterministic.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import httpx
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,8 +32,8 @@ from any_agent.data import DatasetCursor
 from any_agent.errors import RunFinished
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
-from tests.e2e.learning import tool_use
-from tests.e2e.learning.runs import ROOT, prepare, rewards_of, settings_of, train
+from benchmarks.learning import tool_use
+from benchmarks.learning.runs import ROOT, prepare, rewards_of, settings_of, train
 
 TASK = "tool_use"
 STEPS = 20

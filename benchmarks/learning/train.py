@@ -6,7 +6,7 @@ import sys
 from typing import Any, Literal
 
 from any_agent import GRPOConfig, get_custom_dataset, load_expr_config
-from tests.e2e.learning.retry_math import DISCOUNT, MAX_TURNS, RETRY
+from benchmarks.learning.retry_math import DISCOUNT, MAX_TURNS, RETRY
 from trainer import GRPOTrainer
 
 
@@ -31,9 +31,9 @@ def main(arguments: list[str]) -> None:
 
 def workflow_of(config: LearningConfig) -> tuple[str, dict[str, Any]]:
     if config.task == "tool_use":
-        return "tests.e2e.learning.tool_use.PriceAgent", {}
+        return "benchmarks.learning.tool_use.PriceAgent", {}
     return "any_agent.workflow.MultiTurnWorkflow", {
-        "reward_fn": "tests.e2e.learning.retry_math.reward_fn",
+        "reward_fn": "benchmarks.learning.retry_math.reward_fn",
         "gconfig": config.gconfig,
         "tokenizer": config.tokenizer_path,
         "max_turns": config.max_turns,

@@ -45,7 +45,7 @@ def reward_fn(
 
 
 def texts() -> Iterator[str]:
-    """What the tokenizer is made of."""
+    """Yield the texts that the tokenizer is made of."""
     for split in ("train", "valid"):
         for item in items(split):
             yield f"user\n{item['messages'][0]['content']}"

@@ -1,10 +1,10 @@
-"""Whether the tiny tasks are learned, over some seeds each."""
+"""Train the tiny tasks from some seeds each, and check that they are learned."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.learning.runs import TASKS, Figures, prepare, train
+from benchmarks.learning.runs import TASKS, Figures, prepare, train
 
 GAIN = 0.25
 SECONDS = 180.0

@@ -1,6 +1,6 @@
 """Tiny models that a few supervised steps taught the form of a task, and to be mostly wrong.
 
-``python -m tests.e2e.learning.warm_models TASK OUT --seed N``: nobody else imports torch for it.
+``python -m benchmarks.learning.warm_models TASK OUT --seed N``: nobody else imports torch for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from any_agent.chat import load_chat_format
 from any_agent.demo.models.teach import Author, Conversation, Row, teach
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
-from tests.e2e.learning import retry_math, tool_use
+from benchmarks.learning import retry_math, tool_use
 
 # Short, so that the tiny models' steps are. It is of no family that PyPI's renderers know.
 _TEMPLATE = """

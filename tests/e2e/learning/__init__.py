@@ -1,1 +1,0 @@
-"""Tiny tasks that a tiny model learns within minutes, as a researcher would set them up."""
