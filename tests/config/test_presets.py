@@ -13,7 +13,7 @@ from any_agent.config.presets import PRESETS
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
 from trainer.from_config import loss_config, require_algorithm
-from trainer.loss import needs_sequence_ratio, needs_sequence_weight
+from trainer.loss import needs_clipped_ratio, needs_sequence_ratio, needs_sequence_weight
 
 KNOBS = ("advantage_estimator", "loss", "normalize_std", "aggregation", "eps_low", "eps_high")
 
@@ -29,10 +29,14 @@ def train(*given: str) -> TrainConfig:
         ("dapo", ("grpo", "grpo", "group", "token", 0.2, 0.28)),
         ("dr_grpo", ("grpo", "grpo", "none", "constant", 0.2, 0.2)),
         ("gspo", ("grpo", "gspo", "group", "turn", 3e-4, 4e-4)),
+        ("gmpo", ("grpo", "gmpo", "group", "turn", 0.4, 0.4)),
+        ("dppo", ("grpo", "dppo", "group", "token", 0.15, 0.15)),
         ("cispo", ("grpo", "cispo", "group", "token", 1.0, 4.0)),
         ("sapo", ("grpo", "sapo", "group", "session", None, None)),
         ("vespo", ("grpo", "vespo", "group", "token", None, None)),
         ("rloo", ("rloo", "reinforce", "none", "constant", None, None)),
+        ("opo", ("opo", "reinforce", "none", "constant", None, None)),
+        ("maxrl", ("maxrl", "grpo", "none", "token", 0.2, 0.28)),
         ("reinforce_pp", ("reinforce_pp", "grpo", "batch", "token", 0.2, 0.2)),
         ("reinforce_pp_baseline", ("reinforce_pp_baseline", "grpo", "batch", "token", 0.2, 0.2)),
     ],
@@ -42,7 +46,9 @@ def test_a_preset_sets_the_algorithms_knobs(preset: str, expected: tuple[object,
     assert tuple(getattr(config, name) for name in KNOBS) == expected
     require_algorithm(config)
     loss = loss_config(config)
-    assert needs_sequence_ratio(loss) is needs_sequence_weight(loss) is (preset == "gspo")
+    assert needs_sequence_ratio(loss) is (preset == "gspo")
+    assert needs_clipped_ratio(loss) is (preset == "gmpo")
+    assert needs_sequence_weight(loss) is (preset in ("gspo", "gmpo"))
     # A process that reads the written settings comes to the same.
     assert TrainConfig(**config.model_dump()) == config
 
@@ -89,6 +95,10 @@ CONTRADICTIONS = {
     "preset=sapo eps_high=0.2": "train.eps_high",
     "preset=gspo tau_neg=2": "train.tau_neg",
     "preset=gspo is_level=token is_mode=mask": "train.is_level=token",
+    "preset=maxrl normalize_std=batch": "train.normalize_std",
+    "preset=maxrl kl_reward_coef=0.1": "train.kl_reward_coef",
+    "preset=maxrl overlong_length=100": "train.overlong_length",
+    "preset=opo normalize_std=group": "train.normalize_std",
     "preset=gspo k_pos=1": "train.k_pos",
     "preset=cispo dual_clip=7": "train.dual_clip",
     "dual_clip=1.2": "train.dual_clip=1.2",

@@ -93,3 +93,23 @@ def test_over_kills_no_item_comes_twice_and_none_is_missing(
     assert positions.epoch == epochs and positions.state()["beyond"] == []
     items = Counter(positions.index(p) for p in range(length * epochs))
     assert set(items.values()) == {epochs}
+
+
+def test_items_that_teach_nothing_rest_for_one_three_and_seven_passes() -> None:
+    positions = DatasetCursor(3, seed=2, epochs=20)
+    came: dict[int, list[int]] = {item: [] for item in range(3)}
+    # In every pass item 0 teaches; item 1 never does; item 2 does from pass 5 on.
+    while (found := next(positions, None)) is not None:
+        position, item = found
+        now = position // 3
+        came[item].append(now)
+        for _ in range(2):  # a repeated step says it again
+            positions.judged(position, dull=item == 1 or (item == 2 and now < 5))
+        positions.consumed(position)
+        state = json.loads(json.dumps(positions.state()))
+        positions = DatasetCursor(3, seed=2, epochs=20)
+        positions.load(state)
+    assert came[0] == list(range(20))
+    assert came[1] == [0, 2, 6, 14]
+    assert came[2] == [0, 2, *range(6, 20)]
+    assert positions.epoch == 20 and positions.resting == 1

@@ -5,12 +5,14 @@ import random
 import statistics
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
+from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
 from trainer.advantage import (
     STD_FLOOR,
@@ -21,7 +23,10 @@ from trainer.advantage import (
 
 
 def session(*rewards: float, counted: list[bool] | None = None) -> SessionRewards:
-    return SessionRewards(rewards, counted if counted is not None else [True] * len(rewards))
+    """A session whose calls sampled 10, 20, ... tokens, each times its reward and more."""
+    tokens = [round(10 * (k + 1) * (1 + min(9.0, abs(r)))) for k, r in enumerate(rewards)]
+    flags = counted if counted is not None else [True] * len(rewards)
+    return SessionRewards(rewards, flags, tokens)
 
 
 def test_advantages_of_the_documents_worked_example_hold() -> None:
@@ -83,7 +88,10 @@ def baselines(estimator: str) -> list[list[float]]:
         pool = scores if len(scores) > 1 else batch
         if estimator == "reinforce_pp":
             pool = [score for group in SCORES for score in group]
-        if estimator == "rloo":
+        if estimator == "opo":
+            members = UNEVEN[SCORES.index(scores)] if len(scores) > 1 else IN_BATCH
+            out.append([mean_by_length(members)] * len(scores))
+        elif estimator == "rloo":
             without = [list(pool) for _ in scores]
             for left, score in zip(without, scores, strict=True):
                 left.remove(score)
@@ -91,6 +99,18 @@ def baselines(estimator: str) -> list[list[float]]:
         else:
             out.append([statistics.fmean(pool)] * len(scores))
     return out
+
+
+IN_BATCH = [one for k in STAYS for one in UNEVEN[k]]
+
+
+def mean_by_length(members: list[SessionRewards]) -> float:
+    """The mean score, each session's as often as it has sampled tokens that count."""
+    every = []
+    for one in members:
+        counts = zip(one.tokens, one.counted, strict=True)
+        every += [one.score] * sum(n for n, counted in counts if counted)
+    return statistics.fmean(score for score in every if score is not None)
 
 
 def advantages_equal_their_formula(estimator: str, normalize_std: str) -> None:
@@ -117,13 +137,28 @@ def advantages_equal_their_formula(estimator: str, normalize_std: str) -> None:
             assert got[k].advantages[s] == pytest.approx(expected)
 
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+ESTIMATORS = ("grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline")
 NORMALIZED = [(e, n) for e in ESTIMATORS for n in ("batch", "none")] + [("grpo", "group")]
 
 
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 def test_advantages_equal_their_formula(estimator: str, normalize_std: str) -> None:
     advantages_equal_their_formula(estimator, normalize_std)
+
+
+def test_maxrl_divides_by_the_mean_score_and_refuses_negative_ones() -> None:
+    got = estimate_advantages(UNEVEN, config("maxrl"))
+    b = baselines("grpo")
+    for k, group in enumerate(UNEVEN):
+        for s, one in enumerate(group):
+            pairs = zip(one.rewards, one.counted, strict=True)
+            of = [(r - b[k][s]) / b[k][s] if c and k in STAYS else 0.0 for r, c in pairs]
+            assert got[k].advantages[s] == pytest.approx(of)
+    nothing = [[session(0.0), session(0.0)], [session(0.0)]]
+    for estimate in estimate_advantages(nothing, config("maxrl")):
+        assert not any(chain(*estimate.advantages))
+    with fails_with(ConfigError, "scored -1"):
+        estimate_advantages([[session(1.0), session(-1.0)]], config("maxrl"))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -133,7 +168,7 @@ def test_a_batch_without_variance_is_not_blown_up(estimator: str) -> None:
             assert all(abs(a) <= 0.05 + 1e-9 for of_session in got.advantages for a in of_session)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, "maxrl"])
 def test_a_session_without_a_counted_reward_gets_no_advantage(estimator: str) -> None:
     mute = session(9.0, counted=[False])
     groups = [[session(1.0), session(0.0), mute], [mute], [mute, mute]]

@@ -310,3 +310,18 @@ def test_an_item_that_teaches_something_begins_the_count_anew(settings: list[str
     """Of ten items eight are dull in a row, in each pass."""
     config = config_of(settings, "rollout.max_dull_groups=9")
     assert DataLab(config, Alternating(dull=range(2, 10))).trainer.train()
+
+
+def test_items_that_teach_nothing_are_run_less_also_after_a_restart(settings: list[str]) -> None:
+    """Two of ten items make a step; the others are dull."""
+    settings = [*settings, "rollout.deterministic=false", "rollout.sampling=learnable"]
+    lab = DataLab(config_of(settings, "train.steps=6"), Alternating(dull=range(2, 10)))
+    assert lab.trainer.train()
+    again = DataLab(config_of(settings, "train.steps=14"), Alternating(dull=range(2, 10)))
+    assert again.trainer.train()
+    for one in (lab, again):
+        dull, taught = (max(one.runs[n] for n in part) for part in (range(2, 10), range(2)))
+        assert 0 < dull <= taught / 2, one.runs
+    times = {item: n for item, n, _ in again.source.state()["dull"]}
+    assert times.keys() == set(range(2, 10))
+    assert set(times.values()) <= {3, 4}, "in passes 0, 2, 6, and perhaps 14, which is run ahead"

@@ -22,6 +22,7 @@ from trainer.loss import (
     LossInputs,
     LossStats,
     kl_term,
+    needs_clipped_ratio,
     needs_sequence_product,
     needs_sequence_ratio,
     needs_sequence_weight,
@@ -30,7 +31,7 @@ from trainer.loss import (
 
 class Token(NamedTuple):
     """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios, ``whole``
-    is its row's product of ratios."""
+    is its row's product of ratios, ``clipped`` its mean clipped log ratio."""
 
     now: float
     old: float
@@ -43,6 +44,7 @@ class Token(NamedTuple):
     entropy: float
     whole: float
     high: float
+    clipped: float
 
 
 def random_token(r: random.Random) -> Token:
@@ -59,6 +61,7 @@ def random_token(r: random.Random) -> Token:
         r.uniform(0, 3),
         math.exp(r.gauss(0, 0.7)),
         float(r.random() < 0.3),
+        r.gauss(0, 0.2),
     )
 
 
@@ -72,6 +75,15 @@ def surrogate(t: Token, c: LossConfig) -> tuple[float, float]:
         if rho * t.a <= bounded * t.a:
             return -rho * t.a, -rho * t.a
         return -bounded * t.a, 0.0
+    if c.name == "gmpo":
+        log_rho = t.now - t.old
+        inside = log_rho <= c.eps_high if t.a > 0 else log_rho >= -c.eps_low
+        value = -math.exp(t.clipped) * t.a
+        return value, value if inside else 0.0
+    if c.name == "dppo":
+        moved = math.exp(t.now) - math.exp(t.mu)
+        gone = moved > c.eps_high if t.a > 0 else moved < -c.eps_low
+        return (0.0, 0.0) if gone else (-rho * t.a, -rho * t.a)
     if c.name == "vespo":
         k, lam = (c.k_neg, c.lambda_neg) if t.a < 0 else (c.k_pos, c.lambda_pos)
         phi = t.whole**k * math.exp(lam * (1 - t.whole))
@@ -143,6 +155,7 @@ def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Ten
         sequence_log_ratio=columns["ratio"],
         sequence_log_weight=columns["weight"],
         sequence_product=columns["whole"],
+        sequence_clipped_ratio=columns["clipped"],
         high_entropy=columns["high"] if c.top_entropy < 1 else None,
     )
     loss, stats = LOSSES.find(c.name)(now, inputs, total_tokens=n, config=c, entropies=entropies)
@@ -153,6 +166,8 @@ def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Ten
 CONFIGS = {
     "grpo": LossConfig(),
     "gspo": LossConfig("gspo", eps_low=0.1, eps_high=0.2, is_level="sequence"),
+    "gmpo": LossConfig("gmpo", eps_low=0.3, eps_high=0.5),
+    "dppo": LossConfig("dppo", eps_low=0.1, eps_high=0.05),
     "cispo": LossConfig("cispo", eps_low=0.6, eps_high=1.0),
     "sapo": LossConfig("sapo", tau_pos=0.9, tau_neg=1.3),
     "vespo": LossConfig("vespo", k_pos=1.5, lambda_pos=2.5, k_neg=3.5, lambda_neg=0.5),
@@ -308,7 +323,9 @@ def test_a_loss_asks_for_the_means_of_rows() -> None:
     behind = {"off policy", "off policy, whole rows"}
     assert asked == {"gspo", "dual clip of rows", "k3"} | behind
     of_rows = {name for name in CONFIGS if needs_sequence_weight(CONFIGS[name])}
-    assert of_rows == {"gspo", "dual clip of rows", "masked rows", "truncated rows"} | behind
+    rows = {"gspo", "gmpo", "dual clip of rows", "masked rows", "truncated rows"}
+    assert of_rows == rows | behind
+    assert {name for name in CONFIGS if needs_clipped_ratio(CONFIGS[name])} == {"gmpo"}
     products = {name for name in CONFIGS if needs_sequence_product(CONFIGS[name])}
     assert products == {"vespo", "off policy, whole rows"}
     assert not needs_sequence_ratio(LossConfig("trainer.sft.likelihood_loss"))

@@ -79,6 +79,7 @@ ALL_TERMS = [
     LossConfig("gspo", is_level="sequence", kl_coef=0.1, entropy_coef=0.05),
     LossConfig("cispo", is_mode="mask", is_cap=1.2, kl_coef=0.1, kl_estimator="k2"),
     LossConfig("sapo", is_level="sequence", is_mode="mask", kl_coef=0.1, kl_estimator="k1"),
+    LossConfig("gmpo", eps_low=0.05, eps_high=0.05, off_policy_threshold=0.2, kl_coef=0.1),
     LossConfig("vespo", off_policy_threshold=0.2, kl_coef=0.1, kl_estimator="k3_unbiased"),
     LossConfig(kl_coef=0.1, entropy_coef=0.05),
 ]
@@ -101,6 +102,7 @@ def with_all_inputs(rows: list[Row], seed: int) -> list[Row]:
             "sequence_log_ratio": 0.1 * normal(),
             "sequence_log_weight": 0.5 * normal(),
             "sequence_product": normal().exp(),
+            "sequence_clipped_ratio": 0.1 * normal(),
         }
         out.append(row | more)
     return out

@@ -157,14 +157,18 @@ def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
             drift, weight = now[k] - before[k], mismatch[k].mean()
             # Each token's weight is that of the row, at most 5.
             product = (drift.sum() + len(now[k]) * weight.clamp(max=math.log(5.0))).clamp(max=20.0)
-            of_row = (one.expand_as(now[k]) for one in (drift.mean(), weight, product))
+            bounds = {"max": 5.0} if rows[k]["advantages"] > 0 else {"min": -0.9}
+            means = drift.mean(), drift.clamp(**bounds).mean()
+            of_row = (one.expand_as(now[k]) for one in (*means, weight, product))
             rows_there.append(torch.stack([now[k], before[k], frozen[k], *of_row], 1))
         expected = torch.cat(rows_there)
         ratio = got.get("sequence_log_ratio", torch.zeros_like(got["logprobs"]))
         assert ("sequence_log_ratio" in got) == (number > 0)
+        clipped = got.get("sequence_clipped_ratio", torch.zeros_like(ratio))
+        assert ("sequence_clipped_ratio" in got) == (number > 0)
         names = ("logprobs", "proximal", "reference")
         of_rows = got["sequence_log_weight"], got["sequence_product"].log()
-        columns = [*(got[name] for name in names), ratio, *of_rows]
+        columns = [*(got[name] for name in names), ratio, clipped, *of_rows]
         assert_close([sorted_rows(torch.stack(columns, 1))], [sorted_rows(expected)], 1e-9)
     assert float(found[-1][1]["sequence_log_ratio"].abs().max()) > 1e-4
 

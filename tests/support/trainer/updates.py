@@ -28,6 +28,7 @@ class Recorder:
     calls: list[dict[str, Tensor]] = field(default_factory=list)
     sequence_ratio: bool = True
     sequence_product: bool = True
+    clipped_ratio: bool = True
 
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, **more: Any
