@@ -11,6 +11,7 @@ import yaml
 from any_agent.config import TrainConfig, load_config
 from any_agent.config.presets import PRESETS
 from any_agent.errors import ConfigError
+from any_agent.launcher.trial import require_no_epochs
 from tests.support.errors import fails_with
 from trainer.from_config import loss_config, require_algorithm
 from trainer.loss import needs_clipped_ratio, needs_sequence_ratio, needs_sequence_weight
@@ -151,3 +152,16 @@ def test_saved_settings_keep_none_that_the_preset_chose(
     names = {one.partition("=")[0] for one in given}
     both = [one for one in saved if one.partition("=")[0] not in names] + given
     assert load_config(file, [f"train.{one}" for one in given], {}).train == train(*both)
+
+
+def test_items_cannot_rest_where_no_group_is_left_out_or_the_order_is_fixed() -> None:
+    for other in (
+        "train.dynamic_sampling=keep",
+        "train.preset=reinforce_pp",
+        "rollout.deterministic=true",
+    ):
+        more = ["rollout.eta=0", "engine.max_running_requests=1"]
+        with fails_with(ConfigError, "rollout.sampling=learnable"):
+            load_config(None, ["rollout.sampling=learnable", other, *more], {})
+    with fails_with(ConfigError, "rollout.sampling=learnable chooses"):
+        require_no_epochs(load_config(None, ["rollout.sampling=learnable"], {}))
