@@ -22,7 +22,7 @@ from any_agent.errors import ConfigError
 from any_agent.launcher.node import listening
 from any_agent.launcher.trial import (
     latest_weights,
-    require_no_epochs,
+    require_no_dataset_settings,
     require_same_trial,
     require_training,
 )
@@ -126,7 +126,7 @@ class GRPOTrainer:
         import_plugins(self.config)
         require_algorithm(self.config.train)
         if self.train_dataset is None:
-            require_no_epochs(self.config)
+            require_no_dataset_settings(self.config)
         require_training(self.config)
         policy_config(self.config.train)  # raises for a device that is missing
         require_trackers(self.config.tracking.to)

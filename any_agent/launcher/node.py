@@ -62,7 +62,7 @@ from any_agent.launcher.trial import (
     fleet_before,
     latest_weights,
     require_grader,
-    require_no_epochs,
+    require_no_dataset_settings,
     require_same_ranks,
     require_training,
     trial_dir,
@@ -283,7 +283,7 @@ class Node:
         if trains:
             require_training(config)
             if not options.trainer_outside:
-                require_no_epochs(config)
+                require_no_dataset_settings(config)
         require_devices(config, trains=trains)
         if place.ranks_of(config):
             require_grader(config)

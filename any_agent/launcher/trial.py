@@ -120,7 +120,7 @@ def require_grader(config: Config) -> None:
         )
 
 
-def require_no_epochs(config: Config) -> None:
+def require_no_dataset_settings(config: Config) -> None:
     """Raise ConfigError for passes over a dataset, or a choice among its items, where there is
     none."""
     if config.train.epochs is not None:

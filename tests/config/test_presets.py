@@ -11,7 +11,7 @@ import yaml
 from any_agent.config import TrainConfig, load_config
 from any_agent.config.presets import PRESETS
 from any_agent.errors import ConfigError
-from any_agent.launcher.trial import require_no_epochs
+from any_agent.launcher.trial import require_no_dataset_settings
 from tests.support.errors import fails_with
 from trainer.from_config import loss_config, require_algorithm
 from trainer.loss import needs_clipped_ratio, needs_sequence_ratio, needs_sequence_weight
@@ -164,4 +164,4 @@ def test_items_cannot_rest_where_no_group_is_left_out_or_the_order_is_fixed() ->
         with fails_with(ConfigError, "rollout.sampling=learnable"):
             load_config(None, ["rollout.sampling=learnable", other, *more], {})
     with fails_with(ConfigError, "rollout.sampling=learnable chooses"):
-        require_no_epochs(load_config(None, ["rollout.sampling=learnable"], {}))
+        require_no_dataset_settings(load_config(None, ["rollout.sampling=learnable"], {}))

@@ -60,7 +60,7 @@ from trainer.advantage import (
 from trainer.batch import weighted
 from trainer.from_config import loss_config
 from trainer.kl_reward import found_divergences, less_divergence
-from trainer.loss import LOSSES, LossConfig, LossInputs
+from trainer.loss import LOSSES, LossConfig, LossInputs, clipped_log_ratio
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained, with_training_signal
 
@@ -255,6 +255,11 @@ CASES = {
     "sapo": Case(LossConfig("sapo"), "session", SAPO_THERE),
     "gspo": Case(GSPO, "turn", GSPO_THERE, 0.3),
     "luspo": Case(GSPO, "constant", GSPO_THERE | {"loss_type": "luspo"}, 0.3),
+    # TRL has no importance weights there, so mu is pi_prox.
+    "gmpo": Case(
+        LossConfig("gmpo", is_level="token"),
+        *("turn", {"epsilon_low": 0.4, "epsilon_high": 0.4}, 0.5, 0.0),
+    ),
     "vespo": Case(LossConfig("vespo"), "token", VESPO_THERE, 0.1, 0.3),
     "vespo, masked": Case(
         LossConfig("vespo", is_mode="mask", is_cap=1.5),
@@ -307,6 +312,8 @@ LENGTH = {"dr_grpo": 7, "luspo": 1}
 @pytest.mark.parametrize("name", CASES)
 def test_losses_over_given_logprobs_equal_those_of_trl(name: str, seed: int) -> None:
     """The same loss and gradient by the log-probabilities, and by the entropies."""
+    from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+
     config, aggregation, theirs, spread, mismatch = CASES[name]
     x = random_tokens(seed, spread)
     x = x._replace(mu=x.old + mismatch * (x.mu - x.old))
@@ -334,7 +341,8 @@ def test_losses_over_given_logprobs_equal_those_of_trl(name: str, seed: int) -> 
         "sampling_per_token_logps": x.mu,
         "num_items_in_batch": x.mask.sum(),
     }
-    expected = trainer._compute_loss(trainer.model, inputs)
+    compute = GMPOTrainer if config.name == "gmpo" else type(trainer)
+    expected = compute._compute_loss(trainer, trainer.model, inputs)
     expected.backward()
 
     own = x.mask.bool()
@@ -347,6 +355,8 @@ def test_losses_over_given_logprobs_equal_those_of_trl(name: str, seed: int) -> 
     of_row = row_mean(x.now - x.old, x.mask), row_mean(x.old - x.mu, x.mask)
     least = torch.quantile(x.entropies[own], 1 - config.top_entropy)
     chosen = (x.entropies[own] >= least).double()
+    clips = clipped_log_ratio(x.now, x.old, x.advantages[:, None].expand(SHAPE), config)
+    clipped = row_mean(clips, x.mask)
     logs = (x.now - x.old + weight.log()).masked_fill(~own, 0.0)
     products = logs.sum(-1).clamp(max=20.0).exp()
     ratios, weights = (one[:, None].expand(SHAPE)[own] for one in of_row)
@@ -359,6 +369,7 @@ def test_losses_over_given_logprobs_equal_those_of_trl(name: str, seed: int) -> 
         sequence_log_ratio=ratios,
         sequence_log_weight=weights,
         sequence_product=products[:, None].expand(SHAPE)[own],
+        sequence_clipped_ratio=clipped[:, None].expand(SHAPE)[own],
         high_entropy=chosen if config.top_entropy < 1 else None,
     )
     loss, stats = LOSSES.find(config.name)(
