@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape
-from tests.support.trainer.activations import kept
+from tests.trainer.test_pass_size import kept
 
 SMALL = [
     Shape("a", 2, 256, 4, 2, 768, head_dim=64, vocab=512, tied=True),
