@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig
 
+from any_agent.chat import load_hf_tokenizer
 from any_agent.errors import ConfigError
 from trainer.lora import switched_off
 from trainer.model import loaded
@@ -21,6 +22,7 @@ from trainer.pass_runner import PassRunner
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
 from trainer.updates import ReferenceLogprobs
+from trainer.weight_folders import tokenizer_of
 from trainer.world import added
 
 
@@ -39,6 +41,29 @@ def require_alike(path: str, policy: Policy) -> None:
                 f"train.reference_model={path} has {other} {what} ({name}), the policy {mine}: "
                 + advice
             )
+
+
+def require_same_tokens(path: str, own: str) -> None:
+    """Raise ConfigError for a model whose token ids mean other texts than those of ``own``: its
+    log-probabilities would be those of other answers.
+
+    A folder without a tokenizer, and one that is the same, are not compared.
+    """
+    if not path or path == own:
+        return
+    try:
+        theirs = load_hf_tokenizer(path).get_vocab()
+    except ConfigError:
+        return
+    ours = load_hf_tokenizer(str(tokenizer_of(own))).get_vocab()
+    if theirs != ours:
+        every = theirs.keys() | ours.keys()
+        token = min(token for token in every if theirs.get(token) != ours.get(token))
+        raise ConfigError(
+            f"train.reference_model={path} has another tokenizer than the policy: {token!r} is its "
+            f"token {theirs.get(token)}, and the policy's {ours.get(token)}; name a model with the "
+            "policy's tokenizer"
+        )
 
 
 def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> ReferenceLogprobs:

@@ -24,6 +24,7 @@ from trainer.from_config import policy_config, seed_all
 from trainer.lora import BaseWeights
 from trainer.parallel.trainer_group import drop_reference, load_policy, load_reference
 from trainer.policy import Policy
+from trainer.reference import require_same_tokens
 from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class RunCheckpoints:
         name = name or self._config.model.path
         if self.reference is None or self.reference["name"] != name:
             self.reference = None
+            require_same_tokens(name, self._config.model.path)
             load_reference(policy, name)
             self.reference = {"name": name, **asdict(self._weights(policy, name))}
         weights = BaseWeights(self.reference["path"], self.reference["crc32"])

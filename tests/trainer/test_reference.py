@@ -24,7 +24,7 @@ from trainer.loss import LossConfig
 from trainer.model import PolicyConfig, loaded
 from trainer.parallel.trainer_group import load_reference
 from trainer.policy import Policy
-from trainer.reference import frozen_logprobs, require_alike
+from trainer.reference import frozen_logprobs, require_alike, require_same_tokens
 from trainer.updates import ReferenceLogprobs, StepConfig
 from trainer.weight_folders import save_pretrained
 from trainer.world import leave
@@ -90,6 +90,11 @@ def test_another_model_is_refused_by_name_at_the_start(
         require_alike(str(tmp_path / "short"), policy)
     with fails_with(ConfigError, "train.reference_model=", tmp_path / "nothing"):
         require_alike(str(tmp_path / "nothing"), policy)
+    swapped = shutil.copytree(tiny_model_dir, tmp_path / "swapped")
+    file = swapped / "tokenizer.json"
+    file.write_text(file.read_text().replace('"0": ', '"x0": ').replace('"1": ', '"0": '))
+    with fails_with(ConfigError, "another tokenizer", "'0'"):
+        require_same_tokens(str(swapped), str(tiny_model_dir))
     settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.kl_coef=0.1"]
     settings.append(f"train.reference_model={tmp_path / 'vocabulary'}")
     with fails_with(ConfigError, "train.reference_model="):
