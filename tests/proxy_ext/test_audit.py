@@ -14,7 +14,7 @@ from any_agent.auth import audit_log
 from any_agent.auth.audit_log import AuditLog
 from any_agent.auth.key_store import create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
-from tests.support.proxy import Proxy, signer, until
+from tests.support.proxy import signer, until
 from tests.support.proxy_fixtures import Start
 
 
@@ -22,14 +22,11 @@ def lines_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def audited(proxy: Proxy) -> list[dict[str, Any]]:
-    return lines_in(trial_dir(proxy.service.config).audit / "rank-0.jsonl")
-
-
 async def test_uses_and_refusals_are_written_to_the_audit_log(start: Start) -> None:
     proxy = await start("server.admin_key=operator-secret")
     await proxy.admit(10)
-    path = trial_dir(proxy.service.config).keys
+    run = trial_dir(proxy.service.config)
+    path = run.keys
     tenant, kept = create_key(path, "tenant", tenant="alice")
     old, gone = create_key(path, "admin")
     revoke_key(path, gone.id)
@@ -52,7 +49,8 @@ async def test_uses_and_refusals_are_written_to_the_audit_log(start: Start) -> N
     await proxy.post("/rl/v1/export_trajectories", {"session_ids": [id]})
     await proxy.client.pause(ttl=1)
     await proxy.client.resume()
-    found = await until(lambda: len(got := audited(proxy)) >= 7 and got, "the lines")
+    log = run.audit / "rank-0.jsonl"
+    found = await until(lambda: len(got := lines_in(log)) >= 7 and got, "the lines")
     assert [(line["event"], line["route"], line.get("who"), line["status"]) for line in found] == [
         ("refused", "POST /rl/v1/pause", None, 401),
         ("refused", "GET /rl/v1/capacity", None, 401),

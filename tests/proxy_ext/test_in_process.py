@@ -23,12 +23,7 @@ FROM_AREAL = Path(__file__).parents[2] / "docs/reference/from-areal.md"
 
 
 async def attempt(proxy: Proxy, reward: float = 1.0) -> str:
-    session = await proxy.open(wait=LIMIT)
-    await proxy.complete(session["api_key"])
-    body = {"final_reward": reward}
-    response = await proxy.post("/rl/v1/finalize", body, session["api_key"])
-    assert response.status_code == 200, response.text
-    return str(session["session_id"])
+    return str((await proxy.finished_session(reward, wait=LIMIT))["session_id"])
 
 
 async def test_the_engine_of_a_proxy_in_process_serves_any_event_loop(start: Start) -> None:

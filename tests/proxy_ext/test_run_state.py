@@ -15,6 +15,7 @@ from tests.support.errors import fails_with
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import update
 
 
 async def publish(proxy: Proxy, version: int) -> None:
@@ -127,10 +128,7 @@ async def test_weights_that_were_lost_with_the_engine_are_not_told_as_served(
     assert (await proxy.open())["version"] == 4
     with fails_with(Conflict, "below 5"):
         await publish(proxy, 4)
-    await proxy.client.pause(ttl=600)
-    engine.weight_version = "5"
-    await publish(proxy, 5)
-    await proxy.client.resume()
+    await update(proxy, engine, 5)
     assert await told(proxy) == 5
 
 
@@ -172,10 +170,7 @@ async def test_an_engine_that_lags_is_not_served_under_the_newer_number(
     assert response.status_code == 409
     assert response.json()["error"]["serving"] == 0
     # Its trainer sees it in what the rank says, and brings the weights again.
-    await proxy.client.pause(ttl=600)
-    engine.weight_version = "5"
-    await publish(proxy, 5)
-    await proxy.client.resume()
+    await update(proxy, engine, 5)
     assert (await proxy.call(pinned["api_key"], stream=stream)).status_code == 200
 
 

@@ -164,16 +164,11 @@ async def test_two_ranks_count_the_quota_of_a_tenant_together(
     settings = (ADMIN, f"server.journal={server.url}", "server.ranks=2")
     first, second = [await start(*settings, rank=rank) for rank in range(2)]
 
-    async def said(proxy: Proxy) -> tuple[bool, str]:
+    async def exact(proxy: Proxy, yes: bool = True) -> bool:
         told = (await proxy.http.get("/healthz")).json()["quotas_exact"]
-        shown = re.search(
-            r"any_agent_quotas_exact{.*} (.*)", (await proxy.http.get("/metrics")).text
-        )
-        assert shown is not None
-        return told, shown[1]
-
-    async def exact(proxy: Proxy) -> bool:
-        return await said(proxy) == (True, "1.0")
+        metrics = (await proxy.http.get("/metrics")).text
+        (shown,) = re.findall(r"^any_agent_quotas_exact{.*} (.*)", metrics, re.M)
+        return (told, shown) == (yes, f"{yes:.1f}")
 
     for proxy in (first, second):
         await until(partial(exact, proxy))
@@ -192,7 +187,7 @@ async def test_two_ranks_count_the_quota_of_a_tenant_together(
     for _ in range(2):
         read = await first.http.get(path, headers={"authorization": f"Bearer {alice}"})
         assert read.status_code == 200, "reads go on"
-    assert await said(first) == (False, "0.0")
+    assert await exact(first, False)
     server.start()
     for proxy in (first, second):
         await until(partial(exact, proxy))

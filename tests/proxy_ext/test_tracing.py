@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -16,9 +14,10 @@ from proxy_ext import tracing
 from tests.support.errors import fails_with
 from tests.support.journal import make_interaction
 from tests.support.otlp import Collector, collector, values
-from tests.support.proxy import LIMIT, Proxy, config_for, until
+from tests.support.proxy import Proxy, config_for, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sessions import finalize
 
 __all__ = ["collector"]
 ASKED = "a question of the agent's own"
@@ -32,20 +31,14 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def episode(proxy: Proxy, **opened: Any) -> tuple[str, str]:
     """Ask once, reward and finalize; return the ids of session and call."""
-    async with httpx.AsyncClient(base_url=proxy.url, timeout=LIMIT) as http:
-        started = (await http.post("/rl/v1/start_session", json=opened)).json()
-        key = {"Authorization": f"Bearer {started['api_key']}"}
-        async with openai.AsyncOpenAI(
-            api_key=started["api_key"], base_url=f"{proxy.url}/v1"
-        ) as sdk:
-            done = await sdk.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": ASKED}], max_tokens=5
-            )
-        reward = {"reward": 0.5, "completion_id": done.id}
-        assert (await http.post("/rl/v1/set_reward", json=reward, headers=key)).status_code == 200
-        finalized = await http.post("/rl/v1/finalize", json={}, headers=key)
-        assert finalized.status_code == 200, finalized.text
-        return started["session_id"], done.id
+    session = await proxy.open(**opened)
+    asked = [{"role": "user", "content": ASKED}]
+    done = await proxy.complete(session["api_key"], asked, max_tokens=5)
+    reward = {"reward": 0.5, "completion_id": done["id"]}
+    given = await proxy.post("/rl/v1/set_reward", reward, session["api_key"])
+    assert given.status_code == 200, given.text
+    await finalize(proxy, session)
+    return session["session_id"], done["id"]
 
 
 async def test_a_session_is_a_trace(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -19,7 +19,7 @@ from proxy_ext.litellm_keys import hash_in
 from proxy_ext.litellm_policy import PolicyEvent
 from tests.support import implicit
 from tests.support.frozen import refused
-from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
 pytestmark = pytest.mark.service
@@ -81,20 +81,15 @@ async def judged(start: Start, *keys: str, settings: tuple[str, ...] = ()) -> tu
     return proxy, judge
 
 
-async def call(proxy: Proxy, key: str, **fields: Any) -> Any:
-    body = {"model": "policy", "messages": HELLO, "max_tokens": 4, **fields}
-    return await proxy.post("/v1/chat/completions", body, key)
-
-
 async def test_each_call_of_a_keys_session_is_charged_once_it_is_durable(start: Start) -> None:
     proxy, judge = await judged(start, "sk-one")
     opened = (await proxy.post(START, {"mode": "eval"}, "sk-one")).json()
     shown = (await proxy.http.get(f"/rl/v1/sessions/{opened['session_id']}")).json()
     assert shown["opened_by"] == f"LiteLLM key {hash_of('sk-one')[:8]}"
     key = opened["api_key"]
-    answers = [await call(proxy, key, stream=stream) for stream in (False, True)]
+    answers = [await proxy.call(key, stream=stream) for stream in (False, True)]
     others = await proxy.open(mode="eval")
-    assert (await call(proxy, others["api_key"])).status_code == 200
+    assert (await proxy.call(others["api_key"])).status_code == 200
     await until(lambda: len(judge.charged) == 2, "both calls are charged")
     ids = [answer.headers["x-any-agent-interaction"] for answer in answers]
     assert [event.id for event in judge.charged] == ids
@@ -111,7 +106,7 @@ async def test_a_key_over_its_budget_takes_no_slot_nor_does_the_operator_open_fo
 ) -> None:
     proxy, judge = await judged(start, "sk-one")
     key = (await proxy.post(START, {"mode": "train"}, "sk-one")).json()["api_key"]
-    assert (await call(proxy, key)).status_code == 200
+    assert (await proxy.call(key)).status_code == 200
     slots = await proxy.capacity()
     judge.spent.add("sk-one")
     refused(await proxy.post(START, {"mode": "train"}, "sk-one"), 429, "budget_exceeded")
@@ -123,12 +118,12 @@ async def test_a_key_over_its_budget_takes_no_slot_nor_does_the_operator_open_fo
 
 async def test_a_key_calls_without_sessions_where_they_are_implicit(start: Start) -> None:
     proxy, judge = await judged(start, "sk-one", settings=implicit.settings())
-    answer = await call(proxy, "sk-one")
+    answer = await proxy.call("sk-one")
     assert answer.status_code == 200, answer.text
     await until(lambda: len(judge.charged) == 1, "the call is charged")
     judge.spent.add("sk-one")
     other = [{"role": "user", "content": "Something else."}]
-    refused(await call(proxy, "sk-one", messages=other), 429, "budget_exceeded")
+    refused(await proxy.call("sk-one", other), 429, "budget_exceeded")
     assert len(proxy.service.sessions.live) == 1
 
 
@@ -139,7 +134,7 @@ async def test_calls_that_wait_for_litellm_have_a_bound(start: Start) -> None:
     assert events is not None
     key = (await proxy.post(START, {"mode": "eval"}, "sk-one")).json()["api_key"]
     for _ in range(4):
-        assert (await call(proxy, key)).status_code == 200
+        assert (await proxy.call(key)).status_code == 200
     # One is being charged, and one waits.
     await until(lambda: events.outcomes["uncharged"] == 2, "the others are counted")
     judge.fails = True

@@ -226,7 +226,13 @@ async def running_proxy(
         **fields,
     )
     options = uvicorn.Config(
-        app, lifespan="on", access_log=False, log_config=None, timeout_graceful_shutdown=1
+        app,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        # On a busy machine a client may use a connection just as its end is due.
+        timeout_keep_alive=int(LIMIT),
     )
     server = uvicorn.Server(options)
     server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]

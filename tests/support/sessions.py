@@ -12,6 +12,7 @@ import pytest
 
 from any_agent.errors import StoreUnavailable
 from tests.support.proxy import Proxy
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
 
@@ -59,6 +60,19 @@ async def over(proxy: Proxy, session: dict[str, Any] | str) -> dict[str, Any]:
         return now if now["state"] not in ("open", "awaiting_reward") else None
 
     return dict(await until(ended, "it ends"))
+
+
+async def slots(proxy: Proxy) -> tuple[int, int, int]:
+    now = await proxy.capacity()
+    return now["admitted"], now["reserved"], now["running"]
+
+
+async def update(proxy: Proxy, engine: ScriptedEngine, version: int) -> None:
+    """New weights, as the trainer brings them."""
+    await proxy.client.pause(ttl=60)
+    engine.weight_version = str(version)
+    await proxy.client.publish_version(version=version, path="/w", step=version)
+    await proxy.client.resume()
 
 
 @contextmanager

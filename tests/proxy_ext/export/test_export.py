@@ -33,6 +33,7 @@ from tests.support.proxy_fixtures import Start
 from tests.support.sessions import played
 
 TRIAL = Path("u") / "e" / "t"
+JOURNAL = Path("journal") / "rank-0.sqlite"
 PAGE = 16_384
 
 
@@ -57,7 +58,7 @@ async def test_each_session_is_exported_once(rank: Rank, tmp_path: Path, serving
     await fill(rank)
     if not serving:
         await rank.stop()
-    done = export(tmp_path)
+    done = export_trial(tmp_path)
     assert (done.code, done.ids) == (0, list("abcde")), done.said
     assert "5 sessions (2 of them from archives)" in done.said
     for line in done.lines:
@@ -128,7 +129,7 @@ async def test_archives_alone_can_be_read_and_with_a_journal_that_began_anew(
 ) -> None:
     await fill(rank)
     await rank.stop()
-    for path in (tmp_path / TRIAL / "journal").iterdir():
+    for path in (rank.folder / "journal").iterdir():
         path.unlink()
     assert export_trial(tmp_path).ids == ["a", "c"]
     assert export_trial(tmp_path, "--state", "aborted").ids == ["a"]
@@ -142,16 +143,12 @@ async def test_archives_alone_can_be_read_and_with_a_journal_that_began_anew(
     assert (done.code, done.ids) == (0, ["a", "c", "x", "y", "z"]), done.said
 
 
-def of_trial(tmp_path: Path) -> Path:
-    return tmp_path / TRIAL / "journal" / "rank-0.sqlite"
-
-
 async def test_damage_in_an_archive_is_reported_and_passed_over(rank: Rank, tmp_path: Path) -> None:
     for id in ("a", "b", "c"):
         await rank.add(id)
     await rank.archive.sweep()
     await rank.add("d")
-    (path,) = (tmp_path / TRIAL / "archive").iterdir()
+    (path,) = (rank.folder / "archive").iterdir()
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x55
     path.write_bytes(data)
@@ -169,7 +166,7 @@ async def test_damage_in_the_journal_costs_the_sessions_that_it_hit(
     for id in ("a", "b", "c", "d", "e"):
         await rank.add(id, text=id * 12_000)
     await rank.stop()
-    path = of_trial(tmp_path)
+    path = rank.folder / JOURNAL
     change(path, f"UPDATE sessions SET recorded = {CALLS}")
     change(path, "DELETE FROM interactions WHERE id = 'a-1'")
     change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'e'")
@@ -199,7 +196,7 @@ async def test_an_archived_session_is_exported_although_its_row_is_damaged(
 ) -> None:
     await fill(rank)
     await rank.stop()
-    path = of_trial(tmp_path)
+    path = rank.folder / JOURNAL
     with closing(sqlite3.connect(path)) as connection:
         sql = "SELECT rootpage FROM sqlite_master WHERE name = 'sessions'"
         (page,) = connection.execute(sql).fetchone()
@@ -220,7 +217,7 @@ async def test_a_session_deleted_during_an_export_is_not_reported_missing(
     for id in ("a", "b"):
         await rank.add(id)
     await rank.archive.sweep()
-    journal = rank.folder / "journal" / "rank-0.sqlite"
+    journal = rank.folder / JOURNAL
     find = ArchiveFolder.find
 
     def deleted(self: ArchiveFolder, number: int, session_id: str) -> bytes | None:
@@ -255,7 +252,7 @@ async def test_an_export_reads_more_overlapping_archives_than_files_may_be_open(
             head = b'{"number":%d,"session":{"id": "s%d"' % (number, number)
             writer.add(number, line.replace(b'{"number":1,"session":{"id": "a"', head))
         writer.finish()
-    (rank.folder / "journal" / "rank-0.sqlite").unlink()
+    (rank.folder / JOURNAL).unlink()
     done = export(tmp_path, open_files=50)
     assert (done.code, len(done.ids)) == (0, 2 * files - 1), done.said
 

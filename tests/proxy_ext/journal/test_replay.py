@@ -12,7 +12,8 @@ from any_agent.errors import Conflict, InvalidRequest, NotFound, StoreUnavailabl
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
-from proxy_ext.journal import MarkDelivered, SessionRow, Statement
+from proxy_ext.journal import SessionRow, Statement
+from tests.proxy_ext.calls.test_faults import SlowJournal
 from tests.proxy_ext.leases.test_leases import state
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy, until
@@ -121,28 +122,16 @@ async def test_a_resume_that_leaves_in_the_middle_loses_nothing(
     one, two = await group_of(proxy, "g")
     await proxy.lease()
     await proxy.client.ack(owner="trainer", trained=[one, two], rejected=[])
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    commit = proxy.service.journal.commit
-
-    async def slow(*statements: Any) -> None:
-        # What says that an answer was delivered may still be on its way.
-        if not isinstance(statements[0], MarkDelivered):
-            begun.set()
-            await go_on.wait()
-        await commit(*statements)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(proxy.service.journal, "commit", slow)
-        async with httpx.AsyncClient(base_url=proxy.url) as gone:
-            body = {"owner": "gone", "session_ids": [one, two], "replay": True}
-            call = asyncio.create_task(gone.post("/rl/v1/lease", json=body))
-            await begun.wait()
-            call.cancel()
-            await asyncio.wait([call])
-        go_on.set()
-        await until(lambda: proxy.service.sessions.live.get(one))
-        session = proxy.service.sessions.live[one]
-        await until(lambda: session.state == "finalized")
+    slow = SlowJournal(proxy, monkeypatch)
+    async with httpx.AsyncClient(base_url=proxy.url) as gone:
+        body = {"owner": "gone", "session_ids": [one, two], "replay": True}
+        call = asyncio.create_task(gone.post("/rl/v1/lease", json=body))
+        await until(lambda: slow.waiting)
+        call.cancel()
+        await asyncio.wait([call])
+    slow.go.set()
+    session = await until(lambda: proxy.service.sessions.live.get(one))
+    await until(lambda: session.state == "finalized")
     assert [t.session_id for t in await replay(proxy, one, two)] == [one, two]
 
 

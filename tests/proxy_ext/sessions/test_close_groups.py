@@ -11,7 +11,7 @@ from proxy_ext.sessions.groups import Group
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import abort, awaiting, info
+from tests.support.sessions import abort, awaiting, info, slots
 
 
 async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
@@ -106,11 +106,6 @@ async def test_members_that_open_at_once_all_get_in(
     go.set()
     await first
     await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
-
-
-async def slots(proxy: Proxy) -> tuple[int, int, int]:
-    now = await proxy.capacity()
-    return now["admitted"], now["reserved"], now["running"]
 
 
 async def test_another_session_takes_the_place_after_a_restart_too(start: Start) -> None:

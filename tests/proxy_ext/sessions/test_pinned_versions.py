@@ -12,15 +12,7 @@ from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.retries import Agent
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sessions import finalize, info
-
-
-async def update(proxy: Proxy, engine: ScriptedEngine, version: int) -> None:
-    """New weights, as the trainer brings them."""
-    await proxy.client.pause(ttl=60)
-    engine.weight_version = str(version)
-    await proxy.client.publish_version(version=version, path="/w", step=version)
-    await proxy.client.resume()
+from tests.support.sessions import finalize, info, update
 
 
 async def pinned(proxy: Proxy, version: Any = "current") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
-from tests.support.sessions import finalize, hold_commits, played
+from tests.support.sessions import finalize, hold_commits, played, slots
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -31,11 +31,6 @@ async def waiting(proxy: Proxy, slots: int) -> None:
 
 async def refused(proxy: Proxy, status: int, code: str, **fields: Any) -> None:
     refusal(await proxy.http.post("/rl/v1/start_session", json=fields), status, code)
-
-
-async def slots(proxy: Proxy) -> tuple[int, int, int]:
-    now = await proxy.capacity()
-    return now["admitted"], now["reserved"], now["running"]
 
 
 async def test_an_open_answers_with_the_session_and_its_key(start: Start) -> None:

@@ -162,13 +162,14 @@ ASK: dict[Event, Ask] = {
 async def test_every_event_is_answered_as_the_table_says(state: SessionState, start: Start) -> None:
     """What is recorded is in the journal alone, and read when it is needed."""
     proxy = await start("sessions.hot_bytes=0", admit=100)
+    mode = SessionMode.EVAL if state is SessionState.EVALUATED else SessionMode.TRAIN
     assert set(ASK) == {e for e, rule in EVENTS.items() if rule.request} - {Event.OPEN}
     for event, ask in ASK.items():
         session = await MAKE[state](proxy)
         assert (await info(proxy, session))["state"] == state
         response = await ask(proxy, session)
         after = (await info(proxy, session))["state"]
-        allowed = [t.after for t in transitions(state, event) if t.mode in (None, mode_of(state))]
+        allowed = [t.after for t in transitions(state, event) if t.mode in (None, mode)]
         if allowed:
             assert response.status_code == 200, (state, event, response.text)
             assert after in allowed, (state, event)
@@ -181,10 +182,6 @@ async def test_every_event_is_answered_as_the_table_says(state: SessionState, st
             f"is {state}" in error["message"] if event is Event.REPLAY else error["state"] == state
         )
         assert after == state, (state, event)
-
-
-def mode_of(state: SessionState) -> SessionMode:
-    return SessionMode.EVAL if state is SessionState.EVALUATED else SessionMode.TRAIN
 
 
 async def test_awaiting_a_reward_again_moves_no_deadline(proxy: Proxy) -> None:
