@@ -193,7 +193,6 @@ async def test_a_missing_reward_is_a_given_one_or_awaited(served: Served) -> Non
 
 
 async def test_evaluations_need_no_slot_and_are_pinned(serve: Serve) -> None:
-    """They need no slot, belong to no group, and are pinned."""
     served = await serve(slots=0)
 
     async def agent(item: dict[str, Any], session: AsyncSession) -> float | None:
