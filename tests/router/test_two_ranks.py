@@ -162,7 +162,7 @@ async def test_a_call_that_openais_sdk_repeats_after_a_break_is_sampled_once(
     assert len(engine.requests) == 1
 
 
-async def test_lease_export_and_ack_over_ranks(
+async def test_sessions_are_leased_exported_acknowledged_and_vetoed_over_ranks(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
     ids = [await finished(client, http) for _ in range(4)]
@@ -185,6 +185,11 @@ async def test_lease_export_and_ack_over_ranks(
     others = [await finished(client, http) for _ in range(2)]
     exported = await http.post("/rl/v1/export_trajectories", json={"session_ids": others})
     assert list(exported.json()["trajectories"]) == others
+    one, two = [await finished(client, http) for _ in range(2)]
+    vetoed = await client.veto_session(one, "by a test")
+    assert (vetoed.state, vetoed.reason) == ("rejected", "vetoed: by a test")
+    deleted = await client.delete_session(two)
+    assert (deleted.state, deleted.content) == ("rejected", "deleted")
 
 
 async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:
