@@ -131,7 +131,7 @@ async def test_a_session_is_shown_with_its_rewards_dates_and_roots(proxy: Proxy)
 
 
 @pytest.mark.service
-async def test_abort_veto_and_delete(proxy: Proxy) -> None:
+async def test_sessions_are_aborted_vetoed_and_deleted_by_command(proxy: Proxy) -> None:
     live = (await proxy.open())["session_id"]
     done = (await proxy.finished_session())["session_id"]
     said = await sessions(proxy, "abort", live, "--reason", "stuck")

@@ -106,7 +106,7 @@ def test_dumped_episodes_may_have_a_tokenizer_of_their_own(tmp_path: Path) -> No
     assert load_config(environ={}).rollout.tokenizer_path == ""
 
 
-def test_the_tokenizer_is_the_models(tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, {"tokenizer_path": "a/b/", "actor": {"path": "a/b"}})
     assert load_config(path, [], {}).model.path == "a/b"
     with fails_with(ConfigError, "tokenizer_path=a/b/", "model.path=c"):

@@ -91,7 +91,7 @@ def test_a_test_that_passes_alone_is_flaky_and_one_that_fails_again_is_red(
 SKIPPED = "import pytest\n\ndef test_right():\n    pytest.skip('there is no server')\n"
 
 
-def test_what_is_red_at_once(rings: ModuleType, tmp_path: Path) -> None:
+def test_what_has_no_second_chance_is_red_at_once(rings: ModuleType, tmp_path: Path) -> None:
     """More failures than second chances, a test that was flaky twice, a suite that is skipped."""
     test = "tests/test_one.py::test_right_at_the_second_try"
     log = tmp_path / "tests" / "flaky.jsonl"

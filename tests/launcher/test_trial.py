@@ -242,7 +242,6 @@ def test_weights_that_were_asked_for_by_name_are_not_replaced(
 
 
 def test_a_wrong_grader_is_found_before_anything_starts() -> None:
-
     grade = ("sessions.late_reward=grade", "sessions.grader=")
     for wrong in ("no_such_module.grade", "json.no_such_function"):
         with fails_with(ConfigError, f"sessions.grader={wrong}"):

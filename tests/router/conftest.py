@@ -9,20 +9,16 @@ from typing import TypeAlias
 import pytest
 import uvloop
 
-from any_agent.chat import ChatFormat, load_chat_format
+from tests.support.proxy_fixtures import chat, engine
 from tests.support.router import Lab, running_lab
 
+__all__ = ["chat", "engine"]
 StartLab: TypeAlias = Callable[..., Awaitable[Lab]]
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop that the router runs on."""
     return {"uvloop": uvloop.new_event_loop}
-
-
-@pytest.fixture(scope="session")
-def chat(tiny_model_dir: Path) -> ChatFormat:
-    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
 
 
 @pytest.fixture

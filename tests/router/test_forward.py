@@ -90,7 +90,6 @@ async def test_compressed_bodies_pass_as_they_are(lab: Lab) -> None:
 
 
 async def test_headers_in_utf8_pass_and_bytes_that_are_no_text_are_left_out(lab: Lab) -> None:
-    """UTF-8 passes; a byte that is no text is left out, and breaks nothing."""
     for text, whole in ((b"caf\xc3\xa9", "caf\xc3\xa9"), (b"caf\xe9", "caf")):
         line = b"X-Place: %s\r\n" % text
         lab.ranks[0].handler = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n%s\r\n" % line)

@@ -147,8 +147,6 @@ async def test_what_is_ready_is_handed_out_at_once_from_each_rank_in_turn(pair: 
 
 
 async def test_a_poll_of_ranks_that_hang_up_asks_each_once_and_ends(start_lab: StartLab) -> None:
-    """It is neither made over and over, nor without an end."""
-
     lab = await start_lab("server.rank_wait=0.5", ranks=2)
     for rank in lab.ranks:
         rank.handler = die

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -13,7 +13,7 @@ from any_agent.chat import ChatFormat
 from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.registry import Heartbeat, RegistryEntry
+from any_agent.rundir.registry import Heartbeat
 from any_agent.rundir.store_beside import store_beside
 from proxy_ext.server import entry_of
 from tests.support.ports import own_port
@@ -37,11 +37,7 @@ async def test_an_agents_session_works_through_a_router_in_another_folder(
         trial_dir(here).signing_secret()
         shutil.copy(trial_dir(here).secret, trial_dir(there).secret)
         async with engine.serve(), running_proxy(here, chat, engine_url=engine.url) as proxy:
-
-            def entry() -> RegistryEntry:
-                return entry_of(proxy.service, url=proxy.url, boot_id=boot)
-
-            boot = uuid4().hex
+            entry = partial(entry_of, proxy.service, url=proxy.url, boot_id="boot")
             heartbeat = Heartbeat(trial_dir(here).registry, entry, store_beside(here))
             await heartbeat.begin()
             async with (

@@ -61,13 +61,6 @@ async def rank() -> AsyncIterator[FakeRank]:
 
 
 @pytest.fixture
-async def engine(chat: ChatFormat) -> AsyncIterator[ScriptedEngine]:
-    engine = ScriptedEngine(decode=chat.decode)
-    async with engine.serve():
-        yield engine
-
-
-@pytest.fixture
 async def pair(
     tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine, request: pytest.FixtureRequest
 ) -> AsyncIterator[list[Proxy]]:

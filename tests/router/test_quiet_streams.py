@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from any_agent.chat import ChatFormat
 from any_agent.completions.apis import all_apis
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.registry import publish
+from any_agent.rundir.registry import Heartbeat
 from proxy_ext.server import entry_of
 from tests.proxy_ext.api.test_chat import say
 from tests.support.errors import fails_with
@@ -63,39 +64,29 @@ async def service(
         running_proxy(config, chat, engine_url=engine_url) as proxy,
     ):
         await proxy.admit(100)
-        publish(trial_dir(config).registry, entry_of(proxy.service, url=proxy.url, boot_id="boot"))
-        beating = asyncio.create_task(_beat(config, proxy))
+        entry = partial(entry_of, proxy.service, url=proxy.url, boot_id="boot")
+        heartbeat = Heartbeat(trial_dir(config).registry, entry)
+        await heartbeat.begin()
         async with serving(config) as (_, port):
             yield Service(f"http://127.0.0.1:{port}", proxy, engine, chat)
-        beating.cancel()
+        await heartbeat.end()
 
 
-async def _beat(config: Any, proxy: Proxy) -> None:
-    while True:
-        await asyncio.sleep(0.2)
-        entry = entry_of(proxy.service, url=proxy.url, boot_id="boot")
-        publish(trial_dir(config).registry, entry)
+def openai_client(service: Service, key: str, read: float) -> openai.AsyncOpenAI:
+    timeout = openai.Timeout(LIMIT, read=read)
+    url = f"{service.url}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=0)
 
 
 async def chat_of(service: Service, key: str, read: float) -> str:
-    async with openai.AsyncOpenAI(
-        base_url=f"{service.url}/v1",
-        api_key=key,
-        timeout=openai.Timeout(LIMIT, read=read),
-        max_retries=0,
-    ) as client:
+    async with openai_client(service, key, read) as client:
         stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
         return "".join([c.choices[0].delta.content or "" async for c in stream])
 
 
 async def response_of(service: Service, key: str, read: float) -> str:
     async with (
-        openai.AsyncOpenAI(
-            base_url=f"{service.url}/v1",
-            api_key=key,
-            timeout=openai.Timeout(LIMIT, read=read),
-            max_retries=0,
-        ) as client,
+        openai_client(service, key, read) as client,
         client.responses.stream(model="m", input=ASK) as stream,
     ):
         events = [event async for event in stream]

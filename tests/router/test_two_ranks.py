@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.protocol.rl import SessionStarted
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
-from any_agent.rundir.registry import publish
+from any_agent.rundir.registry import Heartbeat
 from proxy_ext.server import entry_of
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
@@ -52,19 +53,11 @@ class Pair:
         context = running_proxy(
             self.config, self.chat, engine_url=self.engines[rank].url, rank=rank
         )
-        self.proxies[rank] = await stack.enter_async_context(context)
-        self._tell(rank)
-        stack.callback(asyncio.create_task(self._beat(rank)).cancel)
-
-    async def _beat(self, rank: int) -> None:
-        while True:
-            await asyncio.sleep(0.2)
-            self._tell(rank)
-
-    def _tell(self, rank: int) -> None:
-        proxy = self.proxies[rank]
-        entry = entry_of(proxy.service, url=proxy.url, boot_id="boot")
-        publish(trial_dir(self.config).registry, entry)
+        proxy = self.proxies[rank] = await stack.enter_async_context(context)
+        entry = partial(entry_of, proxy.service, url=proxy.url, boot_id="boot")
+        heartbeat = Heartbeat(trial_dir(self.config).registry, entry)
+        await heartbeat.begin()
+        stack.push_async_callback(heartbeat.end)
 
     async def start_router(self) -> None:
         stack = self.stacks["router"] = AsyncExitStack()
@@ -169,7 +162,7 @@ async def test_a_call_that_openais_sdk_repeats_after_a_break_is_sampled_once(
     assert len(engine.requests) == 1
 
 
-async def test_lease_export_and_ack_over_ranks(
+async def test_sessions_are_leased_exported_acknowledged_and_vetoed_over_ranks(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
     ids = [await finished(client, http) for _ in range(4)]
@@ -192,6 +185,11 @@ async def test_lease_export_and_ack_over_ranks(
     others = [await finished(client, http) for _ in range(2)]
     exported = await http.post("/rl/v1/export_trajectories", json={"session_ids": others})
     assert list(exported.json()["trajectories"]) == others
+    one, two = [await finished(client, http) for _ in range(2)]
+    vetoed = await client.veto_session(one, "by a test")
+    assert (vetoed.state, vetoed.reason) == ("rejected", "vetoed: by a test")
+    deleted = await client.delete_session(two)
+    assert (deleted.state, deleted.content) == ("rejected", "deleted")
 
 
 async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:

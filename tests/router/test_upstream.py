@@ -90,7 +90,6 @@ async def test_a_connection_that_is_not_accepted_in_time_fails(
 
 
 async def test_informational_answers_are_passed_over(rank: FakeRank) -> None:
-
     rank.handler = sends(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)
     async with open_upstream() as client:
         async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as response:
@@ -100,7 +99,6 @@ async def test_informational_answers_are_passed_over(rank: FakeRank) -> None:
 
 @pytest.mark.parametrize("more", [b"junk", b"HTTP/1.1 404 No\r\nx: y\r\ncontent-length: 0\r\n\r\n"])
 async def test_bytes_behind_an_answer_are_no_part_of_it(rank: FakeRank, more: bytes) -> None:
-
     rank.handler = sends(OK + more)
     async with open_upstream() as client:
         async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as response:

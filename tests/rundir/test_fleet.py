@@ -82,7 +82,7 @@ def test_a_start_has_its_ranks_after_any_sequence_of_changes(
     assert kept <= set(started.ranks), "a rank with sessions is forgotten"
 
 
-def test_a_reader_follows_the_file(tmp_path: Path) -> None:
+def test_a_reader_follows_the_fleets_file(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     file = FleetFile(path, 2)
     assert file.refresh() == Fleet.of(2), "before the first start"

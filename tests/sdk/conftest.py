@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.proxy_fixtures import chat, engine, start
 from tests.support.sdk.hops import Server, serving
-from tests.support.sdk_fixtures import chat, engine, serve, served
+from tests.support.sdk_fixtures import serve, served
 
-__all__ = ["chat", "engine", "serve", "served"]
+__all__ = ["chat", "engine", "serve", "served", "start"]
 
 
 @pytest.fixture

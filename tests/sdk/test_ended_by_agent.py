@@ -62,7 +62,6 @@ async def test_leaving_a_session_that_its_agent_has_finalized_changes_nothing(he
 
 
 async def test_a_session_ended_by_another_client_is_seen_as_ended(here: Served) -> None:
-    """Those that nobody here has seen."""
     async with AgentSession() as session:
         await Finisher(await_reward=True).run("Say 1.")
         async with httpx.AsyncClient(base_url=session.session_url) as http:

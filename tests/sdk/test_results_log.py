@@ -144,7 +144,6 @@ async def test_a_results_file_is_one_runners_at_a_time(tmp_path: Path) -> None:
 async def test_a_full_disk_is_told_and_leaves_no_part_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told to everybody who waits; no part of a line stays behind."""
     file = tmp_path / "r.jsonl"
     await written(file)
     before = file.read_bytes()

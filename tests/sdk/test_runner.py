@@ -183,17 +183,18 @@ async def test_too_many_failures_in_a_row_end_the_run(served: Served) -> None:
     assert made == 3
 
 
-async def test_a_missing_reward_is_a_given_one_or_awaited(served: Served) -> None:
+async def test_a_missing_reward_is_a_given_one_or_awaited_or_a_failure(served: Served) -> None:
     async with asker() as one:
         zero = await runner(missing_reward=0.0).arun(one.run, ITEMS[:1])
         late = await runner(missing_reward="await").arun(one.run, ITEMS[:1])
+        none = await runner().arun(one.run, ITEMS[:1])
     assert [(r.state, r.reward) for r in zero] == [("finalized", 0.0)] * 2
     assert [(r.state, r.reward) for r in late] == [("awaiting_reward", None)] * 2
+    assert [(r.state, r.code) for r in none] == [("failed", "no_reward")] * 2
     assert len(await leased(served.proxy)) == 2
 
 
 async def test_evaluations_need_no_slot_and_are_pinned(serve: Serve) -> None:
-    """They need no slot, belong to no group, and are pinned."""
     served = await serve(slots=0)
 
     async def agent(item: dict[str, Any], session: AsyncSession) -> float | None:

@@ -171,7 +171,6 @@ async def test_the_key_goes_to_nobody_who_came_to_the_earlier_place(
 
 
 async def test_a_client_that_waits_is_sent_to_the_new_place(elsewhere: Server, place: Path) -> None:
-    """It is sent again to where the service has moved meanwhile."""
     write(place, "http://127.0.0.1:9")
 
     class Moves(AiohttpTransport):

@@ -120,7 +120,6 @@ async def test_what_a_function_returned_is_its_reward(served: Served) -> None:
 
 
 async def test_an_agent_that_makes_no_call_is_told_where_it_should_have(served: Served) -> None:
-    """Its calls went elsewhere, most probably: it is told where they should have come."""
     with fails_with(Unprocessable, f"{served.url}/v1", code="no_interactions"):
         async with AgentSession() as session:
             pass

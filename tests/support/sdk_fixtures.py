@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from any_agent.auth.key_store import create_key
-from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.launcher.trial import trial_dir
-from tests.support.proxy import Proxy, config_for, running_proxy
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.proxy import Proxy
+from tests.support.proxy_fixtures import Start
 
 ADMIN = "operator-secret"
 
@@ -41,33 +38,16 @@ class Served:
 Serve: TypeAlias = Callable[..., Awaitable[Served]]
 
 
-@pytest.fixture(scope="session")
-def chat(tiny_model_dir: Path) -> ChatFormat:
-    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
-
-
 @pytest.fixture
-async def engine(chat: ChatFormat) -> AsyncIterator[ScriptedEngine]:
-    engine = ScriptedEngine(decode=chat.decode)
-    async with engine.serve():
-        yield engine
-
-
-@pytest.fixture
-async def serve(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> AsyncIterator[Serve]:
+def serve(start: Start) -> Serve:
     """Start a rank on the scripted engine; settings by dotted name, `slots` of train sessions."""
-    async with AsyncExitStack() as stack:
 
-        async def start(*settings: str, slots: int = 1000) -> Served:
-            config = config_for(tmp_path, f"server.admin_key={ADMIN}", *settings)
-            context = running_proxy(config, chat, engine_url=engine.url)
-            proxy = await stack.enter_async_context(context)
-            if slots:
-                await proxy.admit(slots)
-            key, _ = create_key(trial_dir(config).keys, "tenant", tenant="agents")
-            return Served(proxy, key)
+    async def make(*settings: str, slots: int = 1000) -> Served:
+        proxy = await start(f"server.admin_key={ADMIN}", *settings, admit=slots or None)
+        key, _ = create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="agents")
+        return Served(proxy, key)
 
-        yield start
+    return make
 
 
 @pytest.fixture

@@ -74,6 +74,12 @@ def test_numbers_that_do_not_fit_are_refused(
         plan(configured(*settings), [f"n{k}" for k in range(nodes)], gpus)
 
 
+def test_a_role_of_a_node_names_its_ranks_and_parts() -> None:
+    one, two = plan(configured("server.ranks=2", *CPU), ["a", "b"], 0)
+    assert str(one) == "engines and proxies of ranks 0, 1; the router"
+    assert str(two) == "the trainer"
+
+
 def lost(*settings: str, nodes: int, gpus: int, index: int, gone: tuple[int, ...] = ()) -> Role:
     """Return the role that another node gets when this one, and those ``gone``, are lost."""
     config = configured(*settings)

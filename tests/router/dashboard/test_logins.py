@@ -67,7 +67,7 @@ def test_wrong_keys_are_bounded_by_address(clock: Clock) -> None:
     limit.check("192.0.2.1")
 
 
-def test_addresses_are_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_wrong_keys_are_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logins, "MAX_ADDRESSES", 3)
     limit = FailureLimit()
     for host in (1, 2, 3, 4):

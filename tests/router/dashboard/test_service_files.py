@@ -33,7 +33,7 @@ def test_the_end_of_a_long_log_is_shown_in_whole_lines(
     assert (tail.text, tail.whole) == ("second \ufffd\n", False)
 
 
-def test_no_other_file_is_shown(run: RunDir) -> None:
+def test_no_file_but_a_log_is_shown(run: RunDir) -> None:
     (run.logs / "rank-0.log").write_text("x")
     (run.logs / "link.log").symlink_to(run.secret)
     run.signing_secret()

@@ -23,7 +23,7 @@ def session(task: str | None, reward: float | None = None, **more: Any) -> dict[
 session.at = 0.0  # type: ignore[attr-defined]
 
 
-def test_a_task_teaches_or_not() -> None:
+def test_a_task_teaches_where_the_rewards_of_a_group_differ() -> None:
     sessions = [
         session("solved", 1.0, group_id="a"),
         session("solved", 1.0, group_id="a"),

@@ -243,6 +243,17 @@ async def test_a_grader_sees_what_was_said(make: Make, served: Served, tmp_path:
         await make(source=RewardSource(grader="said.missing", env=env)).run()
 
 
+async def test_a_program_that_cannot_be_started_is_a_failed_run(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    result = await only(make(command=[str(script)]))
+    assert (result.state, result.exit_code) == ("failed", None)
+    assert "cannot start" in await reason(served, result)
+
+
 async def test_without_a_service_nothing_is_started(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
