@@ -131,7 +131,9 @@ def test_why_it_ended_is_told_in_anthropics_words() -> None:
 
 
 def test_an_answer_without_a_word_has_a_text_to_be_found() -> None:
-    answer = whole_of(answer_of().whole([interaction_of({"content": ""})]))
+    interaction = interaction_of({"content": ""})
+    answer = whole_of(answer_of().whole([interaction]))
+    assert accumulated(streamed(answer_of(), [], interaction)) == answer
     assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": ""}]
 
 

@@ -120,6 +120,14 @@ def test_a_whole_answer_has_its_items_and_encrypted_reasoning_where_asked_for() 
         assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
         assert response.output_text == 'a "é🙂'
         assert (b"encrypted_content" in whole) == bool(include)
+        # Whoever takes a stream up late has all that was said in one delta.
+        call = {"index": 0, **CHAT_CALL}
+        said = MessageDelta(content='a "é🙂', reasoning_content="rs", tool_calls=[call])
+        answer = _answer(tools=[TOOL], instructions="x", metadata={"a": 1}, include=include)
+        stream = answer.start(0) + answer.delta(Delta(said, [3], [-0.5]))
+        stream += answer.end(0, interaction) + answer.last([interaction])
+        last = valid_events(stream)[-1]
+        assert (last["type"], last["response"]) == ("response.completed", orjson.loads(whole))
 
 
 def test_a_stream_that_breaks_keeps_what_was_whole() -> None:
