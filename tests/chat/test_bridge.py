@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from any_agent.chat import ChatFormat
 from any_agent.types import Message
 from tests.support.chat_templates import with_template
-from tests.support.families import Call, family, names
+from tests.support.families import Call, Family, family
 
 START: list[Message] = [{"role": "user", "content": "Sum 1 and 2, né?"}]
 TOOLS = [
@@ -28,13 +27,6 @@ TOOLS = [
 ]
 USER: Message = {"role": "user", "content": "And 3? "}
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-FAMILIES = [(name, on) for name in names() for on in (False, True)]
-WITH_TOOLS = [(name, on) for name, on in FAMILIES if family(name).spec.calls]
-
-
-@cache
-def loaded(name: str, thinking: bool = False) -> ChatFormat:
-    return family(name, thinking=thinking).load()
 
 
 def bare(text: str) -> str:
@@ -77,60 +69,52 @@ def assert_as_the_template(
     return following
 
 
-@pytest.mark.parametrize(("name", "thinking"), WITH_TOOLS)
-def test_results_after_calls_are_written_as_the_template_does(name: str, thinking: bool) -> None:
-    made = family(name, thinking=thinking)
+def test_results_after_calls_are_written_as_the_template_does(made: Family) -> None:
     for calls in ((Call("add", {"a": 1}),), (Call("add", {"a": 1}), Call("look", {"a": 2}))):
         if len(calls) > made.spec.calls:
             continue
         results = [result(n, f'{{"is": "{n}"}}') for n in range(len(calls))]
         for new in (results, [*results, USER]):
-            assert_as_the_template(
-                loaded(name, thinking), made.say(calls=calls), called(calls), new, TOOLS
-            )
+            assert_as_the_template(made.chat, made.say(calls=calls), called(calls), new, TOOLS)
 
 
-@pytest.mark.parametrize(("name", "thinking"), FAMILIES)
-def test_a_truncated_answer_gets_the_templates_end(name: str, thinking: bool) -> None:
+def test_a_truncated_answer_gets_the_templates_end(made: Family) -> None:
     """The template's own end, then what follows an answer that ended by itself."""
-    made = family(name, thinking=thinking)
-    chat, output = loaded(name, thinking), made.say("It is 3.")
+    chat, output = made.chat, made.say("It is 3.")
     ended = chat.bridge(output, [USER], None)
     cut = chat.bridge(output[:-1], [USER], None)
     assert ended is not None and cut is not None
     assert cut[-len(ended) :] == ended
-    if not name.startswith("unknown_plain"):
+    if made.name != "unknown_plain":
         end = chat.decode(cut[: len(cut) - len(ended)])
         assert end == chat.decode(output[-1:]).replace("<|return|>", "<|end|>")
 
 
 def test_a_sampled_end_stays_in_place_of_the_templates() -> None:
     """It was sampled, so it stays, in place of the template's own."""
-    glm = family("glm").load()
+    glm = family("glm").chat
     vocab = glm.tokenizer.get_vocab()
     following = glm.bridge([20, vocab["<|observation|>"]], [USER], None)
     assert following is not None
     assert glm.decode(following).startswith("<|user|>\nAnd 3?")
-    llama = family("llama3").load()
+    llama = family("llama3").chat
     eom = llama.tokenizer.get_vocab()["<|eom_id|>"]
     other = llama.bridge([20, eom], [USER], None)
     assert other == llama.bridge([20, llama.stop_token_ids[0]], [USER], None)
 
 
 def test_what_ended_inside_its_reasoning_goes_on_as_any_other() -> None:
-    chat = loaded("qwen3_5", True)
+    chat = family("qwen3_5", thinking=True).chat
     end = chat.stop_token_ids[:1]
     tail = chat.render(START, None)[-64:]
     assert chat.bridge(end, [USER], None, prompt_tail=tail) == chat.bridge([20, *end], [USER], None)
 
 
-@pytest.mark.parametrize("name", names())
-def test_an_inserted_answer_is_written_as_the_template_does(name: str) -> None:
+def test_an_inserted_answer_is_written_as_the_template_does(made: Family) -> None:
     """A rewritten or inserted answer is rendered, where the template takes it."""
-    made = family(name)
     said = {"role": "assistant", "content": "It is 3."}
     new = [USER, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Hm"}]
-    following = assert_as_the_template(loaded(name), made.say("It is 3."), said, new, None)
+    following = assert_as_the_template(made.chat, made.say("It is 3."), said, new, None)
     assert "No." in made.chat.decode(following)
 
 
@@ -216,7 +200,7 @@ def test_reasoning_is_kept_or_stripped_as_thinking_retention_says(tmp_path: Any)
 
 
 def test_a_bridge_over_too_many_turns_is_declined() -> None:
-    chat = family("qwen3").load()
+    chat = family("qwen3").chat
     output = family("qwen3").say("x")
     assert chat.bridge(output, [USER] * 50, None) is not None
     mixed = [USER, {"role": "assistant", "content": "x"}] * 20

@@ -32,7 +32,7 @@ from tests.support.families import family
 )
 def test_a_family_is_known_and_written_by_its_template(name: str, known: str) -> None:
     made = family(name)
-    chat = made.load()
+    chat = made.chat
     assert chat.name == known
     assert isinstance(chat.renderer, TemplateRenderer)
     assert made.encode(made.spec.ends[0])[0] in chat.stop_token_ids
@@ -71,7 +71,7 @@ def test_a_named_renderer_writes_itself() -> None:
     assert not chat.renderer.escapes_special_tokens
     ended = [20, chat.stop_token_ids[0]]
     user = [{"role": "user", "content": "x"}]
-    assert chat.bridge(ended, user, None) == family("qwen3").load().bridge(ended, user, None)
+    assert chat.bridge(ended, user, None) == family("qwen3").chat.bridge(ended, user, None)
     cut = chat.bridge([20], user, None)
     assert cut is not None
     assert chat.decode(cut).startswith("<|im_end|>\n<|im_start|>user\nx")

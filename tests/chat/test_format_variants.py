@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "x"}]
 
 @pytest.fixture(scope="module")
 def qwen3() -> ChatFormat:
-    return family("qwen3").load()
+    return family("qwen3").chat
 
 
 def test_thinking_is_turned_on_for_one_call(qwen3: ChatFormat) -> None:
@@ -33,6 +33,7 @@ def test_thinking_is_turned_on_for_one_call(qwen3: ChatFormat) -> None:
     assert qwen3.variant({"enable_thinking": False}) is qwen3
     assert qwen3.variant({}) is qwen3
     assert on.variant({"enable_thinking": False}) is not on
+    assert qwen3.variant({"enable_thinking": 1}) is not on, "true and one are two"
 
 
 def test_a_call_that_thinks_is_stripped_as_the_template_does() -> None:
@@ -50,14 +51,10 @@ def test_a_setting_that_changes_the_rendering_has_a_render_key() -> None:
     off = glm.variant({"enable_thinking": False})
     assert glm.decode(off.render(USER, None)).count("/nothink") == 1
     assert off.render_key
-    oss = family("gpt_oss").load()
+    oss = family("gpt_oss").chat
     keys = [oss.variant({"reasoning_effort": e}).render_key for e in ("low", "high")]
     assert len({*keys, b""}) == 3
     assert all(len(key) == 16 for key in keys)
-
-
-def test_settings_true_and_one_make_two_variants(qwen3: ChatFormat) -> None:
-    assert qwen3.variant({"enable_thinking": 1}) is not qwen3.variant({"enable_thinking": True})
 
 
 def test_malformed_settings_of_a_template_are_refused_shortly(qwen3: ChatFormat) -> None:
@@ -74,12 +71,9 @@ def test_malformed_settings_of_a_template_are_refused_shortly(qwen3: ChatFormat)
         assert len(e.value.message.encode()) < 500
 
 
-def test_a_template_without_settings_says_so() -> None:
+def test_a_named_renderer_takes_a_calls_own_settings_and_a_plain_template_none() -> None:
     with fails_with(UnsupportedParameter, "'enable_thinking'", param="chat_template_kwargs"):
-        family("unknown").load().variant({"enable_thinking": True})
-
-
-def test_a_named_renderer_takes_a_calls_own_settings() -> None:
+        family("unknown").chat.variant({"enable_thinking": True})
     named = family("qwen3").load(renderer="qwen3")
     on = named.variant({"enable_thinking": True})
     assert on.decode(on.render(USER, None)).endswith("assistant\n")
@@ -91,7 +85,7 @@ def test_a_named_renderer_takes_a_calls_own_settings() -> None:
         named.variant({"other": 1})
 
 
-def test_an_effort_becomes_the_templates_setting() -> None:
+def test_an_effort_becomes_the_templates_setting_or_is_refused(qwen3: ChatFormat) -> None:
     cases: list[tuple[str, set[str], dict[str, Any], dict[str, Any]]] = [
         ("low", {"reasoning_effort", "enable_thinking"}, {}, {"reasoning_effort": "low"}),
         ("minimal", {"reasoning_effort"}, {}, {"reasoning_effort": "low"}),
@@ -104,9 +98,6 @@ def test_an_effort_becomes_the_templates_setting() -> None:
     ]
     for effort, known, own, means in cases:
         assert effort_settings(effort, frozenset(known), own) == means
-
-
-def test_an_unknown_effort_is_refused_with_the_known_ones(qwen3: ChatFormat) -> None:
     with fails_with(
         InvalidRequest, "none, minimal, low, medium, high, xhigh, max", param="reasoning_effort"
     ):

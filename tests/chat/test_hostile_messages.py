@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 
-from any_agent.chat import ChatFormat
 from any_agent.errors import InvalidRequest
-from tests.support.families import family, names
+from tests.support.families import Family, family
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-_formats: dict[str, ChatFormat] = {}
 
 
-def formats(name: str) -> ChatFormat:
-    if name not in _formats:
-        _formats[name] = family(name).load()
-    return _formats[name]
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_call_that_was_cut_off_is_rendered(name: str) -> None:
+def test_a_call_that_was_cut_off_is_rendered(made: Family) -> None:
     """An agent sends back what it got: arguments that are no JSON, or no object."""
-    if not family(name).spec.calls:
+    if not made.spec.calls:
         return
-    chat = formats(name)
+    chat = made.chat
     user = {"role": "user", "content": "x"}
     for arguments in ('{"a": "unfin', "", "[1]", "5", "null", '"text"', '{"a": "\\ud83d"}'):
         call = {"id": "call00000", "function": {"name": "add", "arguments": arguments}}
@@ -34,7 +25,7 @@ def test_a_call_that_was_cut_off_is_rendered(name: str) -> None:
         result = {"role": "tool", "tool_call_id": "call00000", "content": "no"}
         ids = chat.render([user, said, result], TOOLS)
         assert "unfin" not in arguments or "unfin" in chat.decode(ids)
-        output = family(name).encode("x") + list(chat.stop_token_ids[:1])
+        output = made.encode("x") + list(chat.stop_token_ids[:1])
         assert chat.bridge(output, [result], TOOLS, answer=said) is not None
 
 
@@ -42,13 +33,13 @@ def test_deep_arguments_are_a_400() -> None:
     deep = "[" * 100_000
     call = {"id": "1", "function": {"name": "add", "arguments": f'{{"a": {deep}'}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert formats("qwen3").render([{"role": "user", "content": "x"}, said], TOOLS)
+    assert family("qwen3").chat.render([{"role": "user", "content": "x"}, said], TOOLS)
     nested: Any = "x"
     for _ in range(5000):
         nested = [nested]
     call["function"] = {"name": "add", "arguments": {"a": nested}}
     with pytest.raises(InvalidRequest):
-        formats("qwen3").render([{"role": "user", "content": "x"}, said], TOOLS)
+        family("qwen3").chat.render([{"role": "user", "content": "x"}, said], TOOLS)
 
 
 def test_many_threads_render_what_one_does() -> None:

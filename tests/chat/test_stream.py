@@ -53,6 +53,14 @@ def test_the_beginning_of_a_stop_string_is_held_back(qwen3: ChatFormat) -> None:
     assert parser.finish() == ([], ParsedMessage("EN"))
 
 
+def test_text_ends_before_the_stop_string(formats: list[ChatFormat]) -> None:
+    for chat in formats:
+        ids = chat.tokenizer.encode("<think>why</think>first END second", add_special_tokens=False)
+        parser = chat.stream_parser(prompt_ids=[], tools=None, stop=("END",))
+        parser.feed(ids)
+        assert parser.finish()[1] == ParsedMessage("first ", "why")
+
+
 def test_a_request_without_tools_gets_no_calls(qwen3: ChatFormat) -> None:
     ids = qwen3.tokenizer.encode(CALL, add_special_tokens=False)
     assert qwen3.parse(ids, prompt_ids=[], tools=None) == ParsedMessage(CALL)

@@ -9,7 +9,7 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.template import contains_switch, find_switch_words
 from any_agent.types import Message
-from tests.support.families import family, names
+from tests.support.families import Family, family
 
 TEMPLATE = """
 {%- set ns = namespace(thinks=true) -%}
@@ -63,13 +63,11 @@ def test_a_bridge_after_a_switch_word_is_what_the_template_writes(
     assert ("<think>" in chat.decode(following)) == ("/no_think" in str(start))
 
 
-@pytest.mark.parametrize("name", names())
-def test_no_family_reads_earlier_messages_for_switch_words(name: str) -> None:
+def test_no_family_reads_earlier_messages_for_switch_words(made: Family) -> None:
     """So what was said before is not looked at in them."""
-    made = family(name).load()
-    output = family(name).say("It is 3.")
+    output = made.say("It is 3.")
     forbidden = [{"role": "user", "content": _Unread()}]
-    assert made.bridge(output, [NEXT], None, past=forbidden) is not None
+    assert made.chat.bridge(output, [NEXT], None, past=forbidden) is not None
 
 
 class _Unread:

@@ -20,3 +20,15 @@ async def scripted() -> AsyncIterator[ScriptedEngine]:
 async def client(scripted: ScriptedEngine) -> AsyncIterator[SGLangEngine]:
     async with client_of(scripted) as client:
         yield client
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "stream"])
+def stream(request: pytest.FixtureRequest) -> bool:
+    """Whether an answer comes as a stream: a test that asks for it runs both ways."""
+    return bool(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["cumulative", "incremental"])
+def incremental(request: pytest.FixtureRequest) -> bool:
+    """Whether an event of a stream has the new tokens alone."""
+    return bool(request.param)

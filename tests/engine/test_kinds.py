@@ -16,7 +16,7 @@ from any_agent.errors import ConfigError
 from any_agent.types import GenerationHyperparameters, ModelRequest
 from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
-from tests.support.proxy import until
+from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start, chat, engine, start
 
 __all__ = ["chat", "engine", "start"]
@@ -69,12 +69,16 @@ async def server() -> AsyncIterator[CompleteServer]:
     await runner.cleanup()
 
 
+@pytest.fixture
+async def proxy(complete: type, server: CompleteServer, start: Start) -> Proxy:
+    settings = ("engine.kind=complete", f"engine.urls={server.url}", "server.ranks=1")
+    return await start(*settings, engine_url=server.url)
+
+
 async def test_a_call_is_answered_recorded_and_leased(
-    complete: type, server: CompleteServer, start: Start, chat: ChatFormat
+    complete: type, server: CompleteServer, proxy: Proxy, chat: ChatFormat
 ) -> None:
     server.ids = [*chat.encode("four", special=False), chat.stop_token_ids[0]]
-    settings = ("engine.kind=complete", f"engine.urls={server.url}", "server.ranks=1")
-    proxy = await start(*settings, engine_url=server.url)
     assert isinstance(proxy.service.engine, complete)
     await proxy.admit(9)
     session = await proxy.open()
@@ -103,10 +107,8 @@ async def test_a_call_is_answered_recorded_and_leased(
 
 
 async def test_a_parameter_that_an_engine_kind_lacks_is_refused_by_name(
-    complete: type, server: CompleteServer, start: Start
+    server: CompleteServer, proxy: Proxy
 ) -> None:
-    settings = ("engine.kind=complete", f"engine.urls={server.url}", "server.ranks=1")
-    proxy = await start(*settings, engine_url=server.url)
     key = (await proxy.open(mode="eval"))["api_key"]
     response = await proxy.call(key, presence_penalty=1)
     assert response.status_code == 400

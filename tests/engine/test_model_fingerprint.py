@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
-from tests.support.engine.sglang import BOTH, all_of, client_of, request, update
+from tests.support.engine.sglang import all_of, client_of, request, update
 from tests.support.errors import fails_with
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
@@ -43,7 +43,6 @@ def test_another_model_is_refused_by_what_differs() -> None:
     SHAPE.require_same({}, "an engine that tells nothing")
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -99,7 +98,6 @@ async def test_an_engine_that_comes_back_as_another_model_gets_no_calls(
         assert (await all_of(client, request("t"), stream=True))[-1].stop_reason
 
 
-@BOTH
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_full_engine_is_neither_gone_nor_another_model(
     scripted: ScriptedEngine, stream: bool, status: int
@@ -127,7 +125,6 @@ async def test_an_engine_with_half_loaded_weights_gets_no_calls(scripted: Script
         assert (await all_of(client, request("s"), stream=False))[-1].versions[-1] == 7
 
 
-@BOTH
 async def test_a_cache_kept_over_an_update_is_apart_for_each_version(
     scripted: ScriptedEngine, stream: bool
 ) -> None:

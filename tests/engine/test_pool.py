@@ -48,9 +48,6 @@ def counts(engines: Engines) -> list[int]:
     return [len(engine.requests) for engine in engines]
 
 
-# -- where a call goes -------------------------------------------------------------------------
-
-
 async def test_calls_go_to_the_engine_with_the_fewest(pool: EnginePool, engines: Engines) -> None:
     holds = [engine.hold(1) for engine in engines]
     works = [call(pool, f"first-{k}") for k in range(3)]
@@ -119,9 +116,6 @@ async def test_a_call_that_is_cancelled_ends_in_the_engine(
     assert pool.calls == 0
 
 
-# -- what it is --------------------------------------------------------------------------------
-
-
 async def test_a_pool_has_only_the_capabilities_that_all_its_engines_have(engines: Engines) -> None:
     names = Capabilities.names()
     engines[0].told = {"capabilities": names}
@@ -158,31 +152,24 @@ async def test_a_pool_that_is_not_open_or_is_held_answers_nobody(engines: Engine
             pass
 
 
-# -- weight updates ----------------------------------------------------------------------------
-
-
-async def updated(pool: EnginePool, engines: Engines, version: int) -> None:
-    """As the ranks' proxies and the trainer do it: the pool itself tells the engines nothing."""
-    async with pool_of(engines, update_wait=5.0) as proxies:
-        await pool.hold()
-        await proxies.pause()
-        for engine in engines:
-            engine.weight_version = str(version)
-        late = call(pool, "late")
-        await asyncio.sleep(0)
-        await proxies.resume(version)
-        assert not late.done()
-        pool.release(version)
-        assert (await late).output_versions == [version] * 10
-
-
 async def test_calls_go_on_across_an_update(pool: EnginePool, engines: Engines) -> None:
     for engine in engines:
         engine.hold(4)
     works = [call(pool, f"r{k}") for k in range(3)]
     await until(lambda: all(len(r.ids) == 4 for e in engines for r in e.running.values()))
     await until(lambda: sum(len(e.running) for e in engines) == 3)
-    await updated(pool, engines, 7)
+    # As the ranks' proxies and the trainer do it: the pool itself tells the engines nothing.
+    async with pool_of(engines, update_wait=5.0) as proxies:
+        await pool.hold()
+        await proxies.pause()
+        for engine in engines:
+            engine.weight_version = "7"
+        late = call(pool, "late")
+        await asyncio.sleep(0)
+        await proxies.resume(7)
+        assert not late.done()
+        pool.release(7)
+        assert (await late).output_versions == [7] * 10
     for response in await asyncio.gather(*works):
         assert response.output_ids == FORMULA[:10]
         assert response.output_versions == [0] * 4 + [7] * 6

@@ -44,11 +44,14 @@ config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
 """
 
 
-def test_a_misspelled_setting_is_one_line() -> None:
+def test_a_misspelled_setting_is_one_line_and_another_error_keeps_its_trace() -> None:
     code, said = run(READS, "train.stepz=3")
     assert code == 2
     assert said.startswith("error: ") and "train.steps" in said
     assert "Traceback" not in said
+    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
+    assert code == 1
+    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
 
 
 @pytest.mark.parametrize(("kind", "code"), [("TrainingError", 1), ("DatasetError", 2)])
@@ -57,12 +60,6 @@ def test_an_error_of_ours_has_its_exit_code(kind: str, code: int) -> None:
     assert run(script) == (code, "error: it is so\n")
     seen, said = run(script, "log_level=debug")
     assert seen == 1 and "Traceback" in said, "the trace is kept for debugging"
-
-
-def test_other_errors_keep_their_trace() -> None:
-    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
-    assert code == 1
-    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
-"""An event loop on a thread: what is left on it when it is stopped is ended, not destroyed."""
+"""An event loop on a thread ends what is left on it when it is stopped; coroutines are timed."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 
 import pytest
 
 from any_agent.runtime import event_loop as loop_thread
-from any_agent.runtime.event_loop import LoopThread
+from any_agent.runtime.event_loop import LoopThread, measure_steps
 
 
 @pytest.fixture
@@ -99,3 +101,40 @@ def test_a_task_that_ignores_cancellation_is_logged_and_left(
     assert not thread.started
     free = True
     begun.clear()
+
+
+async def test_the_time_of_each_step_of_a_coroutine_is_reported() -> None:
+    held: list[float] = []
+    free = asyncio.Event()
+
+    async def run() -> str:
+        # What is told.
+        time.sleep(0.3)  # noqa: ASYNC251
+        await free.wait()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "done"
+
+    task = asyncio.ensure_future(measure_steps(run(), held.append))
+    await asyncio.sleep(0)
+    assert len(held) == 1 and held[0] >= 0.29
+    free.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(held) == 2
+    task.cancel()
+    assert await task == "done" and len(held) == 3
+
+
+async def test_what_is_raised_and_a_cancellation_pass_through() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await measure_steps(fails(), lambda _: None)
+    task = asyncio.ensure_future(measure_steps(asyncio.Event().wait(), lambda _: None))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

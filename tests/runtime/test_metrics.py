@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from any_agent.runtime.metrics import Exposition, Histogram, Metric, Reading
+from any_agent.runtime.metrics import (
+    Exposition,
+    Histogram,
+    Metric,
+    Reading,
+    loop_lag_histogram,
+    watch_loop_lag,
+)
 
 CALLS = Metric("any_agent_calls_total", "counter", "Calls that\nended.", ("outcome",))
 OPEN = Metric("any_agent_open", "gauge", "Open ones.")
@@ -55,3 +64,30 @@ def test_each_family_is_described_once_and_processes_are_told_apart() -> None:
     wanted = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
     assert wanted <= {name for name, _ in one}
     assert not one.keys() & two.keys()
+
+
+class Watched(Histogram):
+    """Says when something is observed."""
+
+    def __init__(self) -> None:
+        super().__init__(loop_lag_histogram().bounds)
+        self.worst = 0.0
+        self.seen = asyncio.Event()
+
+    def observe(self, value: float) -> None:
+        super().observe(value)
+        self.worst = max(self.worst, value)
+        self.seen.set()
+
+
+async def test_a_loop_that_is_blocked_is_late() -> None:
+    lag = Watched()
+    async with watch_loop_lag(lag, every=0.001):
+        await asyncio.wait_for(lag.seen.wait(), 60)
+        lag.seen.clear()
+        # What the watch is there to find.
+        time.sleep(0.3)  # noqa: ASYNC251
+        await asyncio.wait_for(lag.seen.wait(), 60)
+    assert lag.worst >= 0.29
+    assert sum(lag.counts[lag.bounds.index(0.25) + 1 :]) >= 1
+    assert len(asyncio.all_tasks()) == 1, "the watch ends with its context"

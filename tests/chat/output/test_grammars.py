@@ -14,7 +14,6 @@ from tests.support.chat_streams import TOOLS, chunked, joined, streamed
 from tests.support.families import Answer, Call, Family, family, names
 
 EVERY = pytest.mark.parametrize("name", names())
-THINKING = pytest.mark.parametrize("thinking", [False, True])
 SOUP = (
     "<think>", "</think>", "add", "no_such_tool", "hallo 你好 🦜", "\n", "\n\n", " ", "<", "```",
     '{"name": "add", "arguments": {"text": "a\\"b", "n": 1}}', '{"name": "add", "parameters": ',
@@ -45,13 +44,10 @@ def parser_of(made: Family, tools: Any = TOOLS, stop: tuple[str, ...] = ()) -> A
     return made.chat.stream_parser(prompt_ids=prompt, tools=tools, stop=stop)
 
 
-@EVERY
-@THINKING
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 @pytest.mark.service
-def test_no_output_breaks_a_stream(name: str, thinking: bool, data: st.DataObject) -> None:
-    made = family(name, thinking=thinking)
+def test_no_output_breaks_a_stream(made: Family, data: st.DataObject) -> None:
     ids = data.draw(soup(made))
     sizes = data.draw(st.lists(st.integers(0, 4), max_size=20))
     stop = data.draw(st.sampled_from(STOPS))
@@ -80,12 +76,9 @@ def answers(draw: st.DrawFn, made: Family) -> Answer:
     return Answer(text, reasoning, made_calls)
 
 
-@EVERY
-@THINKING
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_what_was_meant_is_read(name: str, thinking: bool, data: st.DataObject) -> None:
-    made = family(name, thinking=thinking)
+def test_what_was_meant_is_read(made: Family, data: st.DataObject) -> None:
     meant = data.draw(answers(made))
     ids = made.say(meant.text, reasoning=meant.reasoning, calls=meant.calls)
     read = streamed(parser_of(made), [[i] for i in ids])
@@ -96,10 +89,7 @@ def test_what_was_meant_is_read(name: str, thinking: bool, data: st.DataObject) 
     ]
 
 
-@EVERY
-@THINKING
-def test_white_space_at_an_answers_ends_stays(name: str, thinking: bool) -> None:
-    made = family(name, thinking=thinking)
+def test_white_space_at_an_answers_ends_stays(made: Family) -> None:
     for text in ("    return a + b\n", " x\n\ny \n\n", "\tx", "x\r\n", "x"):
         for reasoning in (None, "Hm.") if made.reasons else (None,):
             ids = made.say(text, reasoning=reasoning)
@@ -110,12 +100,9 @@ def test_white_space_at_an_answers_ends_stays(name: str, thinking: bool) -> None
                     assert seen == (text, reasoning, []), (reasoning, tools is None)
 
 
-@EVERY
-@THINKING
-def test_white_space_before_a_call_is_the_templates(name: str, thinking: bool) -> None:
-    made = family(name, thinking=thinking)
+def test_white_space_before_a_call_is_the_templates(made: Family) -> None:
     # Llama's answer is a text or a call.
-    if made.spec.calls and name != "llama3":
+    if made.spec.calls and made.name != "llama3":
         ids = made.say("  a", calls=(Call("add", {"text": "a", "n": 3}),))
         read = streamed(parser_of(made), [[i] for i in ids])
         assert (read.content, len(read.tool_calls)) == ("  a", 1)
@@ -183,13 +170,8 @@ AFTER_NAME = {
 }
 
 
-@EVERY
-@THINKING
 @pytest.mark.parametrize("stop", [(), ("add", "function")])
-def test_a_forced_call_is_read_from_its_opening_on(
-    name: str, thinking: bool, stop: tuple[str, ...]
-) -> None:
-    made = family(name, thinking=thinking)
+def test_a_forced_call_is_read_from_its_opening_on(made: Family, stop: tuple[str, ...]) -> None:
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
     opening = made.chat.open_call(prompt, "add")
     assert (opening is not None) == bool(made.spec.calls)
@@ -199,7 +181,7 @@ def test_a_forced_call_is_read_from_its_opening_on(
     parser = made.chat.stream_parser(
         prompt_ids=prompt + forced, tools=TOOLS, stop=(*stop, "no"), forced=forced
     )
-    first, *rest = made.encode(AFTER_NAME[name])
+    first, *rest = made.encode(AFTER_NAME[made.name])
     deltas = parser.feed([first])
     assert deltas[0].tool_calls is not None
     assert deltas[0].tool_calls[0]["function"] == {"name": "add", "arguments": ""}
@@ -214,12 +196,7 @@ def test_a_forced_call_is_read_from_its_opening_on(
     assert one_stop is None or one_stop[0] in rest
 
 
-@EVERY
-@THINKING
-def test_a_forced_call_of_any_tool_is_read_by_the_name_that_follows(
-    name: str, thinking: bool
-) -> None:
-    made = family(name, thinking=thinking)
+def test_a_forced_call_of_any_tool_is_read_by_the_name_that_follows(made: Family) -> None:
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
     opening = made.chat.open_call(prompt, None)
     if opening is None:
@@ -230,7 +207,7 @@ def test_a_forced_call_of_any_tool_is_read_by_the_name_that_follows(
     )
     named = made.chat.open_call(prompt, "add")
     assert named is not None and named.startswith(opening)
-    parser.feed(made.encode(named[len(opening) :] + AFTER_NAME[name]))
+    parser.feed(made.encode(named[len(opening) :] + AFTER_NAME[made.name]))
     (call,) = parser.finish()[1].tool_calls
     assert call["function"]["name"] == "add"
     assert json.loads(call["function"]["arguments"]) == {"n": 5}

@@ -54,12 +54,9 @@ def test_only_what_may_begin_a_marker_is_held_back() -> None:
     assert [made.next(ALL), made.next(ALL), made.next(ALL)] == [("<a>", "open"), ("z", TEXT), None]
 
 
-def test_markers_that_mean_nothing_now_are_text_and_hold_nothing_back() -> None:
+def test_markers_that_mean_nothing_now_are_text_and_the_longest_of_two_counts() -> None:
     assert pieces(["<a><"], frozenset()) == [("<a><", TEXT), ("", TEXT)]
     assert pieces(["<a></a>"], frozenset({"close"}))[:2] == [("<a>", TEXT), ("</a>", "close")]
-
-
-def test_the_longest_of_two_marks_counts() -> None:
     assert MarkerFinder(["<a", "<ab"]).find("x<abc") == (1, "<ab")
 
 

@@ -135,13 +135,6 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_what_is_no_conversation_is_refused_by_its_place() -> None:
-    for place, messages in WRONG.items():
-        for message in messages:
-            with fails_with(InvalidRequest, param=f"messages{place}"):
-                parse(messages=[message])
-
-
 def test_tools_and_their_choice_become_those_of_chat() -> None:
     told = parse(tools=[{**TOOL, "type": "custom", "strict": True, "eager_input_streaming": True}])
     assert (told.chat.tools, told.chat.forced_call) == ([CHAT_TOOL], None)
@@ -204,33 +197,33 @@ BAD: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_wrong_parameters_of_messages_are_refused_by_name() -> None:
-    for param, cases in BAD.items():
+def test_wrong_messages_are_refused_by_their_place_and_parameters_by_name() -> None:
+    conversations = {f"messages{at}": [{"messages": [m]} for m in ms] for at, ms in WRONG.items()}
+    for param, cases in (conversations | BAD).items():
         for fields in cases:
             with fails_with(InvalidRequest, param=param):
                 parse(**fields)
 
 
-def test_thinking_becomes_the_templates_setting() -> None:
+def test_thinking_becomes_the_templates_setting_or_an_effort() -> None:
+    """Where the template has no switch, an effort alone tells it not to think."""
+    off, on = {"type": "disabled"}, {"type": "enabled", "budget_tokens": 2048}
+    most = {"output_config": {"effort": "max"}}
+    none: frozenset[str] = frozenset()
     cases: list[tuple[dict[str, Any], dict[str, Any], str | None, bool]] = [
         ({}, {}, None, False),
-        ({"thinking": {"type": "enabled"}}, {"enable_thinking": True}, None, False),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None, False),
+        ({"thinking": on}, {"enable_thinking": True}, None, False),
+        ({"thinking": off}, {"enable_thinking": False}, None, False),
+        ({"thinking": off, **most}, {"enable_thinking": False}, None, False),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, {}, None, True),
-        ({"output_config": {"effort": "max"}}, {}, "max", False),
+        (most, {}, "max", False),
+        ({"known": none, "thinking": off}, {}, "none", False),
+        ({"known": none, "thinking": on}, {}, None, False),
     ]
-    off, most = cases[2], {"output_config": {"effort": "max"}}
-    for fields, template, effort, hidden in [*cases, ({**off[0], **most}, *off[1:])]:
+    for fields, template, effort, hidden in cases:
         call = parse(**fields)
         assert call.chat.template_kwargs == template
         assert (call.chat.reasoning_effort, call.hides_thinking) == (effort, hidden)
-
-
-def test_a_template_without_a_switch_gets_an_effort_only() -> None:
-    chat = parse(known=frozenset(), thinking={"type": "disabled"}).chat
-    assert (chat.template_kwargs, chat.reasoning_effort) == ({}, "none")
-    chat = parse(known=frozenset(), thinking={"type": "enabled", "budget_tokens": 2048}).chat
-    assert (chat.template_kwargs, chat.reasoning_effort) == ({}, None)
 
 
 def test_a_count_need_not_say_how_much() -> None:

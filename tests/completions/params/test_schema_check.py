@@ -56,6 +56,8 @@ def test_a_value_is_shown_short_in_an_error() -> None:
         ([[]], "a list"),
     ):
         assert shown(value) == text
+    with fails_with(InvalidRequest, "at least 1", param="x"):
+        check(0, {"type": "integer", "minimum": 1}, "x")
 
 
 def test_json_is_bounded_and_valid_unicode() -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.chat import MessageDelta, merge_deltas
+from any_agent.chat import MessageDelta
 from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.errors import AnyAgentError, EngineUnavailable, InvalidRequest, UnsupportedParameter
-from any_agent.types import Interaction
 from tests.completions.responses.test_input_items import CHAT_CALL, HEX, recorded
 from tests.support.completions.responses import parse, valid_events, valid_response
 from tests.support.errors import fails_with
@@ -111,47 +110,30 @@ def _answer(**fields: Any) -> ResponsesEncoder:
     return ResponsesEncoder(call, head, None, chat)  # type: ignore[arg-type]
 
 
-def _said() -> tuple[list[Delta], Interaction]:
-    call = {"index": 0, **CHAT_CALL, "function": {"name": "f", "arguments": ""}}
-    steps: list[MessageDelta] = [
-        MessageDelta(reasoning_content="r"),
-        MessageDelta(reasoning_content="s"),
-        MessageDelta(),
-        MessageDelta(content='a "'),
-        MessageDelta(content="é🙂"),
-        MessageDelta(tool_calls=[call]),
-        MessageDelta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}]),
-    ]
+def test_a_whole_answer_has_its_items_and_encrypted_reasoning_where_asked_for() -> None:
     interaction = recorded(content='a "é🙂', reasoning_content="rs", tool_calls=[CHAT_CALL])
     interaction.finish_reason = "tool_calls"
-    return [Delta(step, [3], [-0.5]) for step in steps], interaction
-
-
-@pytest.mark.parametrize("merged", [False, True], ids=["as sampled", "in one delta"])
-def test_a_stream_comes_to_the_whole_answer(merged: bool) -> None:
-    for encrypts in (False, True):
-        fields: dict[str, Any] = {"tools": [TOOL], "instructions": "x", "metadata": {"a": 1}}
-        if encrypts:
-            fields["include"] = ["reasoning.encrypted_content"]
-        deltas, interaction = _said()
-        if merged:
-            deltas = [Delta(merge_deltas(each.message for each in deltas), [3], [-0.5])]
-        answer = _answer(**fields)
-        stream = answer.start(0) + b"".join(answer.delta(each) for each in deltas)
-        stream += answer.end(0, interaction) + answer.last([interaction])
-        last = valid_events(stream)[-1]
-        whole = _answer(**fields).whole([interaction])
-        assert (last["type"], last["response"]) == ("response.completed", orjson.loads(whole))
+    for include in ([], ["reasoning.encrypted_content"]):
+        answer = _answer(tools=[TOOL], instructions="x", metadata={"a": 1}, include=include)
+        whole = answer.whole([interaction])
         response = valid_response(whole)
         assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
         assert response.output_text == 'a "é🙂'
-        assert (b"encrypted_content" in whole) is encrypts
+        assert (b"encrypted_content" in whole) == bool(include)
+        # Whoever takes a stream up late has all that was said in one delta.
+        call = {"index": 0, **CHAT_CALL}
+        said = MessageDelta(content='a "é🙂', reasoning_content="rs", tool_calls=[call])
+        answer = _answer(tools=[TOOL], instructions="x", metadata={"a": 1}, include=include)
+        stream = answer.start(0) + answer.delta(Delta(said, [3], [-0.5]))
+        stream += answer.end(0, interaction) + answer.last([interaction])
+        last = valid_events(stream)[-1]
+        assert (last["type"], last["response"]) == ("response.completed", orjson.loads(whole))
 
 
 def test_a_stream_that_breaks_keeps_what_was_whole() -> None:
-    deltas, _ = _said()
     answer = _answer()
-    stream = answer.start(0) + b"".join(answer.delta(each) for each in deltas[:5])
+    steps = [MessageDelta(reasoning_content="rs"), MessageDelta(content='a "')]
+    stream = answer.start(0) + b"".join(answer.delta(Delta(each, [3], [-0.5])) for each in steps)
     stream += answer.failed(EngineUnavailable("gone", retry_after=1))
     last = valid_events(stream)[-1]
     assert last["type"] == "response.failed"

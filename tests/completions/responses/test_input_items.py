@@ -189,11 +189,8 @@ def test_instructions_are_told_from_other_system_messages() -> None:
         assert told == instructions
         assert messages == [*({"role": "system", "content": text} for text in left), USER]
         assert messages_before(ID, tree) == [*messages, interaction.output_message]
-
-
-def test_blank_instructions_are_no_message() -> None:
-    system = {"role": "system", "content": " \n"}
-    for delta, rest in (([system, USER], [USER]), ([USER], [USER])):
+    blank = {"role": "system", "content": " \n"}
+    for delta, rest in (([blank, USER], [USER]), ([USER], [USER])):
         interaction = recorded(delta=delta)
         interaction.request = {"responses": {"instructions": 0}}
         assert parted(interaction, tree_of(interaction))[1] == rest
@@ -204,12 +201,13 @@ def test_a_deleted_answer_is_not_found() -> None:
     assert answer_of(ID, tree_of(interaction)) is interaction
     interaction.request = deleted_record(interaction)
     tree = tree_of(interaction)
-    with pytest.raises(NotFound):
-        answer_of(ID, tree)
-    with pytest.raises(NotFound):
-        messages_before(ID, tree)
-    with pytest.raises(NotFound):
-        messages({"type": "item_reference", "id": f"msg_{HEX}_0"}, tree=tree)
+    for read in (
+        lambda: answer_of(ID, tree),
+        lambda: messages_before(ID, tree),
+        lambda: messages({"type": "item_reference", "id": f"msg_{HEX}_0"}, tree=tree),
+    ):
+        with pytest.raises(NotFound):
+            read()
 
 
 def test_the_input_items_of_an_answer_can_be_sent_again() -> None:

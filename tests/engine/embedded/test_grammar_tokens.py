@@ -67,13 +67,12 @@ def test_names_of_added_tokens_are_written_in_ordinary_tokens(
     assert core.decode(ids, skip_special_tokens=False) == text
 
 
-def test_an_added_token_of_spaces_may_stand_for_text(loaded: LoadedModel) -> None:
-    model = with_added(loaded, "        ", special=False)
-    run = model.vocab_size - 1
-    assert run in spelled(model, {"json_schema": {"const": "a        b"}})
-
-
-def test_text_without_names_is_encoded_as_ever(loaded: LoadedModel) -> None:
+def test_text_without_names_is_encoded_as_ever_also_by_an_added_token_of_spaces(
+    loaded: LoadedModel,
+) -> None:
     text = 'the answer {"a": [1, 2]} größer 你好'
     core = loaded.tokenizer.backend_tokenizer
     assert tokens_of(loaded).tokenize_str(text) == core.encode(text, add_special_tokens=False).ids
+    model = with_added(loaded, "        ", special=False)
+    run = model.vocab_size - 1
+    assert run in spelled(model, {"json_schema": {"const": "a        b"}})

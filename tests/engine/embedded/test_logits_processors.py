@@ -21,6 +21,7 @@ from any_agent.engine.embedded.sampler import LogitsProcessor
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 from tests.support.engine.embedded import prompt, request
+from tests.support.engine.sglang import joined
 from tests.support.errors import fails_with
 
 PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": -0.6, "repetition_penalty": 1.4}
@@ -132,8 +133,7 @@ async def test_answers_mark_the_tokens_that_a_grammar_decided(
             chunk async for chunk in engine.generate(request("r", ids, grammar=text, **config))
         ]
         bound = [b for chunk in response for b in chunk.bound or ()]
-        output = [i for chunk in response for i in chunk.output_ids]
-        logprobs = [p for chunk in response for p in chunk.logprobs]
+        output, logprobs, _ = joined(response)
         assert len(bound) == len(output) > 0
         state = GrammarCompiler(loaded).compile(text)
         for k, token in enumerate(output):
@@ -238,7 +238,7 @@ async def test_likeliest_tokens_are_those_of_the_bent_distribution(loaded: Loade
     async with EmbeddedEngine(loaded, EngineOptions(max_running_requests=2)) as engine:
         asked = replace(request("r", ids, temperature=0.5, max_new_tokens=4), top_logprobs=5)
         chunks = [chunk async for chunk in engine.generate(asked)]
-    output = [token for chunk in chunks for token in chunk.output_ids]
+    output, _, _ = joined(chunks)
     tops = [top for chunk in chunks for top in chunk.top_logprobs or []]
     assert len(tops) == len(output) == 4
     for k, top in enumerate(tops):

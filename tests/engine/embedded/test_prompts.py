@@ -10,11 +10,18 @@ import pytest
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions, Generation
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.request import EngineRequest
+from any_agent.types import ModelRequest
 from tests.support.engine.embedded import LIMIT, fresh_logprobs, prompt, request, worst
 
 
 async def finished(*generations: Generation) -> None:
     await asyncio.gather(*(asyncio.wait_for(each.finished(), LIMIT) for each in generations))
+
+
+async def answered(engine: EmbeddedEngine, asked: ModelRequest) -> EngineRequest:
+    generation = engine.submit(asked)
+    await finished(generation)
+    return generation.request
 
 
 def error_of(loaded: LoadedModel, out: EngineRequest) -> float:
@@ -42,15 +49,11 @@ async def test_the_shared_prompt_of_a_group_is_computed_once(loaded: LoadedModel
         assert max(error_of(loaded, g.request) for g in (*running, *late)) < 1e-5
         # They are kept when their last request has ended, also when all rows are free.
         for ids in (prompt(20, 1), prompt(33, 2), prompt(9, 3)) * 2:
-            again = engine.submit(request(f"again-{len(late)}", ids))
-            await finished(again)
-            late.append(again)
-            assert again.request.cached_tokens == len(ids)
-            assert error_of(loaded, again.request) < 1e-5
+            again = await answered(engine, request("again", ids))
+            assert again.cached_tokens == len(ids)
+            assert error_of(loaded, again) < 1e-5
         assert await engine.clear_cache()
-        cleared = engine.submit(request("cleared", prompt(20, 1)))
-        await finished(cleared)
-        assert cleared.request.cached_tokens == 0
+        assert (await answered(engine, request("cleared", prompt(20, 1)))).cached_tokens == 0
 
 
 async def test_the_end_of_a_generation_can_be_read_twice(engine: EmbeddedEngine) -> None:
@@ -84,12 +87,10 @@ async def test_the_oldest_cached_prompts_make_room_for_new_ones(
     monkeypatch.setattr("any_agent.engine.embedded.prompts.MAX_KEPT_TOKENS", 40)
     async with EmbeddedEngine(loaded) as engine:
         cached = []
-        for number, seed in enumerate([1, 2, 1, 3, 2, 3, 1]):
-            one = engine.submit(request(f"r{number}", prompt(20, seed), max_new_tokens=2))
-            await finished(one)
-            cached.append(one.request.cached_tokens)
-            assert error_of(loaded, one.request) < 1e-5
-        long = [engine.submit(request(f"long{k}", prompt(41), max_new_tokens=1)) for k in range(2)]
-        await finished(long[0])
-        await finished(long[1])
+        for seed in (1, 2, 1, 3, 2, 3, 1):
+            one = await answered(engine, request("r", prompt(20, seed), max_new_tokens=2))
+            cached.append(one.cached_tokens)
+            assert error_of(loaded, one) < 1e-5
+        for _ in range(2):
+            await answered(engine, request("long", prompt(41), max_new_tokens=1))
         assert cached == [0, 0, 20, 0, 0, 20, 0]

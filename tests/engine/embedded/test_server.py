@@ -33,6 +33,11 @@ from tests.support.engine.sglang_contract import (
 from tests.support.waiting import until
 
 
+@pytest.fixture
+async def url(engine: EmbeddedEngine, serve: Serve) -> str:
+    return await serve(engine)
+
+
 class TestContract(SamplingContract):
     @pytest.fixture
     async def url(self, own_engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[str]:
@@ -46,8 +51,7 @@ class TestIncremental(SamplingContract):
         yield await serve(own_engine, incremental=True)
 
 
-async def test_a_request_from_a_web_page_is_refused(engine: EmbeddedEngine, serve: Serve) -> None:
-    url = await serve(engine)
+async def test_a_request_from_a_web_page_is_refused(url: str) -> None:
     async with aiohttp.ClientSession(url) as http:
         for headers in ({"Origin": "http://127.0.0.1:3000"}, {"Sec-Fetch-Site": "none"}):
             for method, path in (("GET", "/health"), ("POST", "/pause_generation")):
@@ -57,10 +61,7 @@ async def test_a_request_from_a_web_page_is_refused(engine: EmbeddedEngine, serv
             assert response.status == 200
 
 
-async def test_a_stream_never_shows_what_a_stop_string_cuts(
-    engine: EmbeddedEngine, serve: Serve
-) -> None:
-    url = await serve(engine)
+async def test_a_stream_never_shows_what_a_stop_string_cuts(url: str) -> None:
     _, free = await call(url, "/generate", body(temperature=0, max_new_tokens=40))
     at = next(i for i in range(12, 60) if "\ufffd" not in free["text"][i : i + 5])
     stop = free["text"][at : at + 5]
@@ -100,8 +101,7 @@ BAD_BODIES: list[tuple[str, bytes, int]] = [
 ]
 
 
-async def test_bad_bodies_are_refused(engine: EmbeddedEngine, serve: Serve) -> None:
-    url = await serve(engine)
+async def test_bad_bodies_are_refused(engine: EmbeddedEngine, url: str) -> None:
     cases = [(name, value) for name, values in BAD.items() for value in values]
     told = [(await call(url, "/generate", body() | {name: value}))[0] for name, value in cases]
     assert not [case for case, status in zip(cases, told, strict=True) if status != 400]
@@ -121,14 +121,10 @@ async def raw(url: str, sent: bytes, end: bytes = b"}}") -> bytes:
 
 
 async def test_slow_bodies_and_malformed_requests_are_refused_without_log_lines(
-    engine: EmbeddedEngine,
-    serve: Serve,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "BODY_TIMEOUT", 0.1)
     monkeypatch.setattr(weight_updates, "BODY_TIMEOUT", 0.1)
-    url = await serve(engine)
     for path in (b"/generate", b"/pause_generation", b"/update_weights_from_tensor"):
         slow = b"POST %s HTTP/1.1\r\nContent-Length: 9" % path
         assert await raw(url, slow, b"time limit (0.1 s)")
@@ -150,7 +146,7 @@ async def test_connections_above_the_bound_are_for_health(
             assert b" 200 " in await raw(url, b"GET /health HTTP/1.1", b"\r\n\r\n")
 
 
-async def test_neutral_parameters_are_accepted(engine: EmbeddedEngine, serve: Serve) -> None:
+async def test_neutral_parameters_are_accepted(url: str) -> None:
     neutral = {
         "min_p": 0.0, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
         "n": 1, "regex": None, "skip_special_tokens": False, "top_k": -1, "stop": None,
@@ -160,7 +156,7 @@ async def test_neutral_parameters_are_accepted(engine: EmbeddedEngine, serve: Se
         "cache_salt": "a", "extra_key": "b", "logprob_start_len": -1, "text": None,
         "return_text_in_logprobs": False, "lora_path": None,
     }  # fmt: skip
-    status, answer = await call(await serve(engine), "/generate", body(**neutral) | more)
+    status, answer = await call(url, "/generate", body(**neutral) | more)
     assert status == 200
     check_answer(answer, 12)
 
@@ -182,7 +178,6 @@ async def test_a_full_queue_and_a_repeated_request_id_are_refused(
         assert (await queued)[1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(
     loaded: LoadedModel, serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,10 +213,7 @@ async def test_a_client_that_leaves_ends_its_request(
 
 
 async def test_a_client_that_leaves_amid_an_event_is_no_fault(
-    engine: EmbeddedEngine,
-    serve: Serve,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = web.StreamResponse.write
 
@@ -231,7 +223,6 @@ async def test_a_client_that_leaves_amid_an_event_is_no_fault(
         await write(self, data)
 
     monkeypatch.setattr(web.StreamResponse, "write", after_it_left)
-    url = await serve(engine)
     with pytest.raises(aiohttp.ClientError):
         async with asyncio.timeout(LIMIT):
             assert [e async for e in events(url, body(max_new_tokens=30))] == []
@@ -261,10 +252,7 @@ async def test_a_server_whose_loop_died_answers_503_everywhere(
         assert (await call(url, "/update_weights_from_disk", update))[0] == 503
 
 
-async def test_the_server_reports_its_model_version_and_limits(
-    engine: EmbeddedEngine, serve: Serve
-) -> None:
-    url = await serve(engine)
+async def test_the_server_reports_its_model_version_and_limits(url: str) -> None:
     _, info = await call(url, "/model_info", method="GET")
     assert (info["vocab_size"], info["context_length"]) == (380, 2048)
     assert (info["weight_version"], info["is_generation"]) == ("0", True)

@@ -66,9 +66,12 @@ def test_a_streams_texts_are_the_whole_answers(data: list[int], incremental: boo
     assert shown == writer().whole(end)["text"] == utf8(data)
 
 
-def test_a_stop_after_broken_bytes_is_found() -> None:
+def test_bytes_that_never_make_a_character_hold_neither_a_stop_nor_text_back() -> None:
     matcher = StopMatcher(["€"], utf8)
     assert [matcher.push(byte) for byte in LATE] == [None] * 9 + ["€"]
+    decoder = WindowDetokenizer(utf8)
+    assert "\ufffd" in "".join(decoder.push([0xFF]) for _ in range(40))
+    assert decoder.push([ord("a")]).endswith("a")
 
 
 @given(text, st.lists(st.text(alphabet="abé€😀 ", min_size=1, max_size=4), min_size=1, max_size=3))
@@ -94,12 +97,6 @@ def test_of_two_stops_the_first_to_end_wins() -> None:
     assert first_stop("xabcd", ["abcd", "bc"]) == "bc"
     assert first_stop("xabc", ["bc", "abc"]) == "abc"
     assert first_stop("x", ["abc"]) is None
-
-
-def test_bytes_that_never_make_a_character_do_not_hold_text_forever() -> None:
-    decoder = WindowDetokenizer(utf8)
-    assert "\ufffd" in "".join(decoder.push([0xFF]) for _ in range(40))
-    assert decoder.push([ord("a")]).endswith("a")
 
 
 @pytest.mark.parametrize("ignore", [False, True])

@@ -73,6 +73,10 @@ class Run:
     """Processes that outlived the service."""
     records: dict[str, Record]
 
+    @property
+    def dir(self) -> RunDir:
+        return dir_of(self.config)
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
@@ -88,9 +92,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         psutil.wait_procs(children, timeout=30)
         left = [child for child in children if child.is_running()]
         output = served.output.read_text()
-    run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-    records = read_records(run_dir, config.server.ranks)
+    records = read_records(dir_of(config), config.server.ranks)
     yield Run(config, *tallies, talks, killed, output, code, left, records)
+
+
+def dir_of(config: Config) -> RunDir:
+    return RunDir.of(config.root, config.user, config.experiment, config.trial)
 
 
 def _config(folder: Path) -> Config:
@@ -232,9 +239,7 @@ def _check_exact(run: Run, models: dict[int, TrueModel], record: Record, which: 
 
 def _model(run: Run, models: dict[int, TrueModel], version: int) -> TrueModel:
     if version not in models:
-        config = run.config
-        folder = RunDir.of(config.root, config.user, config.experiment, config.trial).weights
-        path = folder / f"v{version:08d}" if version else Path(config.model.path)
+        path = run.dir.weights / f"v{version:08d}" if version else Path(run.config.model.path)
         models[version] = TrueModel(path)
     return models[version]
 
@@ -250,14 +255,7 @@ def test_training_on_real_engines_raises_accuracy_and_rewards(run: Run) -> None:
     assert run.training.sessions >= STEPS * run.config.rollout.batch_size
     before, after = run.before.measures(), run.after.measures()
     assert after.accuracy >= before.accuracy + 0.15, (before, after)
-    steps = [
-        json.loads(line)
-        for line in RunDir.of(
-            run.config.root, run.config.user, run.config.experiment, run.config.trial
-        )
-        .metrics.read_text()
-        .splitlines()
-    ]
+    steps = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
     rewards = [step["reward"] for step in steps if "reward" in step]
     assert len(rewards) == STEPS
     print(f"accuracy {before.accuracy:.2f} -> {after.accuracy:.2f}, rewards {rewards}")
@@ -282,7 +280,7 @@ def test_calls_whose_engine_was_killed_are_whole_and_exact(
     run: Run, models: dict[int, TrueModel]
 ) -> None:
     assert [(talk.tokens, talk.whole) for talk in run.killed] == [(LONG, True)] * 2
-    newest = max(models_kept(run))
+    newest = max(int(path.name[1:]) for path in run.dir.weights.glob("v*"))
     for talk in run.killed:
         record = run.records[talk.session]
         (interaction,) = record.interactions
@@ -290,12 +288,6 @@ def test_calls_whose_engine_was_killed_are_whole_and_exact(
         assert set(interaction.output_versions.tolist()) == {newest}
         _check_exact(run, models, record, talk.completion)
     assert run.output.count("starting it again") == 2, run.output
-
-
-def models_kept(run: Run) -> list[int]:
-    config = run.config
-    folder = RunDir.of(config.root, config.user, config.experiment, config.trial).weights
-    return [int(path.name[1:]) for path in folder.glob("v*")]
 
 
 def test_what_was_trained_on_is_exact(run: Run, models: dict[int, TrueModel]) -> None:

@@ -90,7 +90,6 @@ TRIES = 10
 """Of what must come amid a call, whose pace nobody knows."""
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_an_update_is_survived_exactly(
     client: SGLangEngine, url: str, models: list[Path], stream: bool
 ) -> None:

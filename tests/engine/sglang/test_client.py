@@ -10,9 +10,7 @@ from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang.requests import slots_of
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import (
-    BOTH,
     FORMULA,
-    KINDS,
     PROMPT,
     all_of,
     ask,
@@ -29,8 +27,6 @@ from tests.support.scripted_run import FaultKind
 from tests.support.waiting import until
 
 
-@BOTH
-@KINDS
 async def test_every_kind_of_answer_reads_the_same(stream: bool, incremental: bool) -> None:
     scripted = ScriptedEngine(incremental=incremental)
     async with scripted.serve(), client_of(scripted) as client:
@@ -64,7 +60,6 @@ async def test_a_long_answer_reads_as_a_short_one(
     assert await all_of(client, request(), stream=False) == at_once
 
 
-@BOTH
 async def test_a_stop_names_what_matched(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -78,11 +73,6 @@ async def test_a_stop_names_what_matched(
     assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", text)
 
 
-# -- weight updates ----------------------------------------------------------------------------
-
-
-@BOTH
-@KINDS
 @pytest.mark.parametrize("at", [0, 4])
 async def test_an_update_is_survived_with_what_was_sampled(
     stream: bool, incremental: bool, at: int
@@ -111,7 +101,6 @@ async def test_an_update_is_survived_with_what_was_sampled(
     assert client.resubmitted == {"update": 2}
 
 
-@BOTH
 async def test_a_budget_spent_at_the_seam_ends_the_call(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -132,7 +121,6 @@ async def test_a_budget_spent_at_the_seam_ends_the_call(
     assert len(scripted.requests) == 1
 
 
-@BOTH
 async def test_a_stop_string_across_an_update_is_found(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -184,7 +172,6 @@ async def test_what_sglang_tells_late_of_a_kept_call_is_sampled_again(
     assert client.resubmitted == {"update": 1}
 
 
-@BOTH
 async def test_calls_that_come_during_an_update_wait(
     scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -207,10 +194,6 @@ async def test_calls_that_come_during_an_update_wait(
         await all_of(client, request(), stream=stream)
 
 
-# -- leaving and failing -----------------------------------------------------------------------
-
-
-@BOTH
 async def test_cancelling_tells_the_engine(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -220,7 +203,6 @@ async def test_cancelling_tells_the_engine(
     await until(lambda: not scripted.running)
 
 
-@BOTH
 async def test_an_abort_ends_one_request_alone(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -237,7 +219,6 @@ async def test_an_abort_ends_one_request_alone(
         assert joined(await work)[0] == FORMULA[:10]
 
 
-@BOTH
 async def test_an_abort_without_an_update_is_an_error(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -248,7 +229,6 @@ async def test_an_abort_without_an_update_is_an_error(
         await work
 
 
-@BOTH
 @pytest.mark.parametrize("kind", ["nan", "null", "disagree", "garbage", "spans"])
 async def test_a_broken_answer_fails_its_call_alone(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool, kind: FaultKind
@@ -260,7 +240,6 @@ async def test_a_broken_answer_fails_its_call_alone(
     assert joined(await all_of(client, request("another"), stream=stream))[0]
 
 
-@BOTH
 async def test_an_engines_refusal_keeps_its_kind(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -282,7 +261,6 @@ async def test_control_calls_do_not_wait_for_an_engine_that_is_away() -> None:
     await client.close()
 
 
-@BOTH
 async def test_a_silent_engine_is_given_up_and_its_request_aborted(
     scripted: ScriptedEngine, stream: bool
 ) -> None:

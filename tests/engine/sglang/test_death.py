@@ -11,9 +11,7 @@ from any_agent.engine import SGLangEngine
 from any_agent.errors import EngineUnavailable
 from any_agent.types import ModelRequest
 from tests.support.engine.sglang import (
-    BOTH,
     FORMULA,
-    KINDS,
     PROMPT,
     Work,
     all_of,
@@ -44,8 +42,6 @@ async def killed(
     return work
 
 
-@BOTH
-@KINDS
 @pytest.mark.parametrize("at", [0, 4])
 async def test_a_death_is_survived_with_what_was_received(
     stream: bool, incremental: bool, at: int
@@ -73,7 +69,6 @@ async def test_a_death_is_survived_with_what_was_received(
     assert client.resubmitted == {"death": 1}
 
 
-@BOTH
 async def test_calls_wait_while_the_engine_is_away(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -91,9 +86,8 @@ async def test_many_calls_survive_many_deaths_exactly(
     client: SGLangEngine, scripted: ScriptedEngine
 ) -> None:
     """Each death finds every stream one token further."""
-    for at in (1, 1, 1):
-        for _ in range(8):
-            scripted.hold(at)
+    for _ in range(3 * 8):
+        scripted.hold(1)
     works = [ask(client, request(str(k)), stream=True) for k in range(8)]
     for version in range(1, 4):
         await at_token(scripted, 1, *works)
@@ -107,7 +101,6 @@ async def test_many_calls_survive_many_deaths_exactly(
     assert scripted.aborted == []
 
 
-@BOTH
 async def test_an_engine_that_never_comes_back_fails_its_calls_as_unavailable(
     scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -134,7 +127,6 @@ async def test_a_dead_engine_is_noticed_without_a_call(
         await until(lambda: not client.away)
 
 
-@BOTH
 async def test_cancelled_calls_stop_waiting(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -148,7 +140,6 @@ async def test_cancelled_calls_stop_waiting(
     assert scripted.aborted == []
 
 
-@BOTH
 async def test_a_request_that_kills_its_engine_is_given_up_after_six_tries(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -176,10 +167,6 @@ async def test_a_stream_that_breaks_off_is_gone_on_with(
     assert [body["input_ids"] for body in scripted.requests] == expected
 
 
-# -- engines that answer, but cannot ----------------------------------------------------------
-
-
-@BOTH
 async def test_a_call_waits_for_a_server_whose_loop_is_dead(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -192,10 +179,6 @@ async def test_a_call_waits_for_a_server_whose_loop_is_dead(
     assert len(scripted.requests) == 2
 
 
-# -- deaths and weight updates ----------------------------------------------------------------
-
-
-@BOTH
 async def test_a_call_waits_for_an_update_after_its_engine_is_back(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -215,7 +198,6 @@ async def test_a_call_waits_for_an_update_after_its_engine_is_back(
     assert joined(await work)[2] == [0] * known + [2] * (10 - known)
 
 
-@BOTH
 async def test_a_call_survives_a_death_in_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -234,7 +216,6 @@ async def test_a_call_survives_a_death_in_an_update(
     assert joined(await late)[2] == [1] * 10
 
 
-@BOTH
 async def test_an_engine_restarted_unnoticed_gives_its_own_version(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:

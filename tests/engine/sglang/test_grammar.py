@@ -12,7 +12,6 @@ from any_agent.engine import Capabilities, SGLangEngine
 from any_agent.errors import EngineMismatch, EngineUnavailable
 from any_agent.types import id_array
 from tests.support.engine.sglang import (
-    BOTH,
     FORMULA,
     PROMPT,
     all_of,
@@ -30,7 +29,6 @@ from tests.support.waiting import until
 GRAMMAR = '{"regex": ".*"}'
 
 
-@BOTH
 async def test_an_update_waits_for_calls_under_a_grammar(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -58,7 +56,6 @@ async def test_an_update_waits_for_calls_under_a_grammar(
     assert client.resubmitted == {}
 
 
-@BOTH
 async def test_a_call_under_a_grammar_that_outlasts_the_wait_fails_by_name(
     scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -81,7 +78,6 @@ async def test_a_call_under_a_grammar_that_outlasts_the_wait_fails_by_name(
                 await all_of(client, request(grammar=GRAMMAR), stream=True)
 
 
-@BOTH
 async def test_packed_ids_and_likeliest_tokens_survive_an_update(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -96,7 +92,6 @@ async def test_packed_ids_and_likeliest_tokens_survive_an_update(
     assert isinstance(asked.input_ids, np.ndarray) and len(asked.input_ids) == len(PROMPT)
 
 
-@BOTH
 async def test_an_engine_that_truncates_prompts_is_refused(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool
 ) -> None:
@@ -107,7 +102,6 @@ async def test_an_engine_that_truncates_prompts_is_refused(
     await until(lambda: not scripted.running)
 
 
-@pytest.mark.parametrize("incremental", [False, True])
 async def test_a_cumulative_stream_is_warned_of_once(
     client: SGLangEngine,
     scripted: ScriptedEngine,

@@ -36,9 +36,6 @@ def meta(total: int, fresh: int, **changes: Any) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": told | changes}
 
 
-# -- what is sent ------------------------------------------------------------------------------
-
-
 def test_parameters_are_sent_under_sglangs_names() -> None:
     ask = replace(request(**EVERYTHING, seed=3), top_logprobs=4, cache_salt="s")
     body = orjson.loads(generate_body(ask, stream=True))
@@ -65,9 +62,6 @@ def test_grammars_are_sent_in_sglangs_form(grammar: str, name: str, text: Any) -
     (found,) = {"json_schema", "regex"} & sampling.keys()
     assert found == name
     assert (orjson.loads(sampling[name]) if name == "json_schema" else sampling[name]) == text
-
-
-# -- what is read ------------------------------------------------------------------------------
 
 
 def test_cumulative_and_incremental_events_read_the_same() -> None:
@@ -102,61 +96,54 @@ def test_an_engine_may_say_which_tokens_its_grammar_decided() -> None:
     assert ChunkReader(request()).read(meta(1, 1)).bound is None, "SGLang does not tell"
 
 
-@pytest.mark.parametrize("bound", [[True], [True, 1], [True, None], None, "ab"], ids=str)
-def test_an_answer_with_unclear_marks_of_a_grammars_tokens_is_refused(bound: Any) -> None:
-    with pytest.raises((EngineUnavailable, ValueError)):
-        ChunkReader(request()).read(meta(2, 2, output_token_bound=bound))
+def bad_id(token: int) -> dict[str, Any]:
+    return {"output_ids": [token], "output_token_logprobs": [[-0.5, token, None]]}
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"prompt_tokens": 2}, "2 prompt tokens instead of 3"),
-        ({"prompt_tokens": None}, "0 prompt tokens instead of 3"),
-        ({"completion_tokens": 11}, "11 tokens of at most 10"),
-        ({"completion_tokens": 0}, "0 tokens of at most 10"),
-        ({"output_token_logprobs": [[-0.5, 99, None]]}, "disagree"),
-        ({"output_token_logprobs": []}, "disagree"),
-        ({"output_token_logprobs": [[0.01, 31, None]]}, "0.01"),
-        ({"weight_version": "3"}, "from 4 to 3"),
-        ({"weight_versions": [{"version": "4", "start": 0, "end": 1}]}, "versions"),
-    ],
-    ids=str,
-)
-def test_an_answer_that_cannot_be_true_is_refused(changes: dict[str, Any], says: str) -> None:
-    reader = ChunkReader(request())
+UNREADABLE = (EngineUnavailable, "cannot be read")
+WRONG: list[tuple[dict[str, Any], tuple[type[Exception], str]]] = [
+    *(
+        ({"prompt_tokens": n}, (EngineMismatch, f"{n or 0} prompt tokens instead of 3"))
+        for n in (2, None)
+    ),
+    *(({"completion_tokens": n}, (EngineMismatch, f"{n} tokens of at most 10")) for n in (11, 0)),
+    ({"output_token_logprobs": [[-0.5, 99, None]]}, (EngineMismatch, "disagree")),
+    ({"output_token_logprobs": []}, (EngineMismatch, "disagree")),
+    ({"output_token_logprobs": [[0.01, 31, None]]}, (EngineMismatch, "0.01")),
+    ({"weight_version": "3"}, (EngineMismatch, "from 4 to 3")),
+    ({"weight_versions": [{"version": "4", "start": 0, "end": 1}]}, (EngineMismatch, "versions")),
+    # Ids that the model, which has 100, does not have.
+    *((bad_id(token), (EngineMismatch, f"sampled {token}, ")) for token in (-1, 100, 2**63)),
+    ({"completion_tokens": None}, UNREADABLE),
+    ({"output_token_logprobs": [[None, 31, None]]}, UNREADABLE),
+    ({"output_token_logprobs": 7}, UNREADABLE),
+    ({"weight_version": "new"}, UNREADABLE),
+    ({"finish_reason": {"type": "boredom"}}, UNREADABLE),
+]
+
+
+@pytest.mark.parametrize(("changes", "error"), WRONG, ids=str)
+def test_an_answer_that_cannot_be_true_or_read_is_refused(
+    changes: dict[str, Any], error: tuple[type[Exception], str]
+) -> None:
+    reader = ChunkReader(request(), 100)
     reader.read(meta(1, 1))
-    with fails_with(EngineMismatch, says, status=500, code="engine_mismatch"):
-        reader.read(meta(2, 1, **changes))
+    event = meta(2, 1, **changes)
+    event["output_ids"] = changes.get("output_ids", event["output_ids"])
+    kind, says = error
+    facts = {"status": 500, "code": "engine_mismatch"} if kind is EngineMismatch else {}
+    with fails_with(kind, says, **facts):
+        reader.read(event)
 
 
-@pytest.mark.parametrize("bad", [-1, 100, 2**63])
-def test_ids_that_the_model_does_not_have_are_refused(bad: int) -> None:
-    told = meta(1, 1, output_token_logprobs=[[-0.5, bad, None]])
-    told["output_ids"] = [bad]
-    with fails_with(EngineMismatch, f"sampled {bad}, "):
-        ChunkReader(request(), 100).read(told)
-    if bad != 100:
-        with fails_with(EngineMismatch, f"sampled {bad}, "):
+def test_ids_that_no_model_has_and_unclear_marks_of_a_grammars_tokens_are_refused() -> None:
+    for token in (-1, 2**63):
+        told = {**meta(1, 1, **bad_id(token)), "output_ids": [token]}
+        with fails_with(EngineMismatch, f"sampled {token}, "):
             ChunkReader(request()).read(told)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"completion_tokens": None},
-        {"output_token_logprobs": [[None, 31, None]]},
-        {"output_token_logprobs": 7},
-        {"weight_version": "new"},
-        {"finish_reason": {"type": "boredom"}},
-    ],
-    ids=str,
-)
-def test_an_answer_that_cannot_be_read_is_no_answer(changes: dict[str, Any]) -> None:
-    reader = ChunkReader(request())
-    reader.read(meta(1, 1))
-    with fails_with(EngineUnavailable, "cannot be read"):
-        reader.read(meta(2, 1, **changes))
+    for bound in ([True], [True, 1], [True, None], None, "ab"):
+        with pytest.raises((EngineUnavailable, ValueError)):
+            ChunkReader(request()).read(meta(2, 2, output_token_bound=bound))
 
 
 def test_an_answer_aborted_in_sglangs_queue_is_read_whole() -> None:
@@ -178,9 +165,6 @@ def test_refusals_in_a_stream_are_errors_of_their_status(
     finish = {"type": "abort", "message": "bad grammar", "status_code": status}
     with fails_with(error, "bad grammar"):
         ChunkReader(request()).read(meta(0, 0, finish_reason=finish))
-
-
-# -- streams -----------------------------------------------------------------------------------
 
 
 class Response:
@@ -206,9 +190,6 @@ async def test_events_are_read_wherever_the_stream_is_cut(size: int) -> None:
     blocks = [STREAM[i : i + size] for i in range(0, len(STREAM), size)]
     found = [event async for event in events(Response(blocks))]  # type: ignore[arg-type]
     assert found == [{"a": 1}, {"b": "é"}, {"c": 3}]
-
-
-# -- what an engine can ------------------------------------------------------------------------
 
 
 def test_capabilities_are_read_from_the_server_info() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.engine.sglang.watch import silences
 from tests.support.engine.process import EngineProcess
-from tests.support.engine.sglang import BOTH, all_of, joined, request
+from tests.support.engine.sglang import all_of, joined, request
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.waiting import until
+from tests.support.waiting import meanwhile, until
 
 pytestmark = pytest.mark.service
 
@@ -32,10 +32,7 @@ def process(
 ) -> Iterator[EngineProcess]:
     with EngineProcess(tmp_path_factory.mktemp("engine")) as process:
         process.start(tiny_model_dir)
-        try:
-            yield process
-        finally:
-            process.kill()
+        yield process
 
 
 @pytest.fixture(autouse=True)
@@ -45,22 +42,13 @@ def goes_on(process: EngineProcess) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def watching(
-    url: str, *, hung_after: float = HUNG_AFTER, update_wait: float = 60.0
-) -> AsyncIterator[SGLangEngine]:
-    client = SGLangEngine(url, decode=lambda ids: " ".join(map(str, ids)), update_wait=update_wait)
-    watch = asyncio.create_task(client.watch(hung_after=hung_after))
-    try:
+async def watching(url: str) -> AsyncIterator[SGLangEngine]:
+    client = SGLangEngine(url, decode=lambda ids: " ".join(map(str, ids)), update_wait=60.0)
+    async with meanwhile(client.watch(hung_after=HUNG_AFTER)):
         yield client
-        assert not watch.done()
-    finally:
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
-        await client.close()
+    await client.close()
 
 
-@BOTH
 async def test_calls_of_a_hung_engine_are_cut_off_and_go_on_when_it_wakes(
     process: EngineProcess, stream: bool
 ) -> None:

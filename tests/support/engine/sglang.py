@@ -7,15 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-import pytest
-
 from any_agent.engine import SGLangEngine
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
-BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-KINDS = pytest.mark.parametrize("incremental", [False, True], ids=["cumulative", "incremental"])
 PROMPT = [5, 6, 7]
 FORMULA = [20 + (7 * (len(PROMPT) + k)) % 60 for k in range(100)]
 """What the scripted engine says to `PROMPT`."""

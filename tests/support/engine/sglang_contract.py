@@ -50,6 +50,14 @@ async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]
         raise AssertionError("the stream ended without [DONE]")
 
 
+def newest(event: dict[str, Any], seen: int, name: str = "output_token_logprobs") -> list[Any]:
+    """What an event tells of the tokens behind those that were seen; it may tell of them again."""
+    meta = event["meta_info"]
+    fresh = meta["completion_tokens"] - seen
+    told: list[Any] = meta[name][-fresh:] if fresh else []
+    return told
+
+
 def body(**sampling: Any) -> dict[str, Any]:
     values = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True} | sampling
     return {"input_ids": IDS, "sampling_params": values, "return_logprob": True}
@@ -102,9 +110,9 @@ class SGLangContract:
         entries: list[Any] = []
         async for event in events(url, body(temperature=0)):
             meta = event["meta_info"]
-            fresh = meta["completion_tokens"] - len(ids)
-            ids += event["output_ids"][-fresh:] if fresh else []
-            entries += meta["output_token_logprobs"][-fresh:] if fresh else []
+            fresh = newest(event, len(ids))
+            ids += event["output_ids"][len(event["output_ids"]) - len(fresh) :]
+            entries += fresh
             assert len(ids) == len(entries) == meta["completion_tokens"]
         assert meta["finish_reason"]["type"] == "length"
         assert ids == whole["output_ids"]
@@ -118,12 +126,10 @@ class SGLangContract:
         check_likeliest(answer["meta_info"], 12)
         seen = 0
         async for event in events(url, ask):
-            meta = event["meta_info"]
-            fresh = meta["completion_tokens"] - seen
-            seen += fresh
-            if fresh:
-                names = ("output_token_logprobs", "output_top_logprobs")
-                check_likeliest({name: meta[name][-fresh:] for name in names}, fresh)
+            names = ("output_token_logprobs", "output_top_logprobs")
+            fresh = {name: newest(event, seen, name) for name in names}
+            check_likeliest(fresh, len(fresh["output_top_logprobs"]))
+            seen = event["meta_info"]["completion_tokens"]
         assert seen == 12
         assert "output_top_logprobs" not in (await call(url, "/generate", body()))[1]["meta_info"]
 

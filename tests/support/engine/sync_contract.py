@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine.sglang_contract import IDS, body, call, events
+from tests.support.engine.sglang_contract import IDS, body, call, events, newest
 from tests.support.engine.sync import WAYS, Fleet, Weights, bring, syncing
 from tests.support.engine.updates_contract import PREFIX, furthest
 from tests.support.true_logprobs import TrueModel
@@ -64,14 +64,12 @@ class SyncContract:
             entries: list[Any] = []
             sent = False
             async for event in events(engines[0], body(max_new_tokens=_LONG)):
-                meta = event["meta_info"]
-                fresh = meta["completion_tokens"] - len(entries)
-                entries += meta["output_token_logprobs"][-fresh:] if fresh else []
+                entries += newest(event, len(entries))
                 if not sent:
                     sent = True
                     new = Weights(models[1], tmp_path, self.dtype).version(11)
                     await bring(sync, fleet, new)
-        before, *_, after = meta["weight_versions"]
+        before, *_, after = event["meta_info"]["weight_versions"]
         assert (before["version"], before["start"]) == ("0", 0)
         assert (after["version"], after["end"]) == ("11", _LONG)
         whole = {"output_token_logprobs": entries}
