@@ -108,6 +108,8 @@ async def test_filters_choose_sessions_of_all_ranks(rank: Rank, tmp_path: Path) 
         ["--best", "2"],
         ["--format", "preferences", "--min-reward", "1"],
         ["--format", "sft", "--margin", "1"],
+        ["--format", "atif", "--style", "concat"],
+        ["--format", "nemo-gym", "--best", "2"],
         ["--format", "csv"],
     ],
     ids=" ".join,
