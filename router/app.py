@@ -239,10 +239,13 @@ class Router:
     async def _pass_on_by_body(
         self, request: web.BaseRequest, body: RequestBody
     ) -> web.StreamResponse:
-        """Pass a request on to the rank of the `session_id` in its body."""
+        """Pass a request on to the rank of the `session_id`, else the answer, in its body."""
         fields = BodyFields(request, await body.read(MAX_BYTES))
         name = fields.text("session_id")
-        rank = self._affinity.rank_of(name) if name is not None else None
+        if name is not None:
+            rank = self._affinity.rank_of(name)
+        else:
+            rank = self._conversations.rank_of_answer(fields.text("completion_id"))
         return await self.forwarder.pass_on(request, rank, body, content=fields.content)
 
     def _check(self, request: web.BaseRequest) -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 from any_agent.auth.access import Scope
 from any_agent.completions.apis import api_at
 from any_agent.config import Config
-from any_agent.protocol.conversation_key import rank_of_response, task_of
+from any_agent.protocol.conversation_key import rank_of_answer, task_of
 from router.affinity import homes_of
 from router.body import MAX_SHORT_BYTES, RequestBody, json_object
 from router.forward import Forwarder
@@ -54,7 +54,7 @@ class ImplicitAffinity:
         """Pass a request on to the home of its conversation."""
         if request.method != "POST":
             id = path.removeprefix("/v1").split("/")[2]
-            return await self._forwarder.pass_on(request, self._rank_of_response(id), body)
+            return await self._forwarder.pass_on(request, self.rank_of_answer(id), body)
         content = await body.read()
         if len(content) > MAX_SHORT_BYTES:
             parsing = asyncio.get_running_loop().run_in_executor(None, self.name, path, content)
@@ -80,13 +80,14 @@ class ImplicitAffinity:
         fields = json_object(content)
         if fields is None:
             return None
-        named = self._rank_of_response(fields.get("previous_response_id"))
+        named = self.rank_of_answer(fields.get("previous_response_id"))
         if named is not None:
             return named
         api = api_at(path)
         conversation = fields if api is None else api.conversation(fields)
         return task_of(conversation)
 
-    def _rank_of_response(self, id: Any) -> int | None:
-        rank = rank_of_response(id)
+    def rank_of_answer(self, id: Any) -> int | None:
+        """Return the rank of this service that issued an answer's id; None for any other id."""
+        rank = rank_of_answer(id)
         return rank if rank is not None and self._ranks.fleet.state(rank) is not None else None

@@ -39,9 +39,10 @@ CLIENT_LEFT = 499
 FAILED = 500
 OTHER = "other"
 _ROUTES = {
-    *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "finalize"),
-    *("grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "overview", "pause"),
-    *("readyz", "resume", "run", "sessions", "set_reward", "start_session", "version", "veto"),
+    *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "feedback"),
+    *("finalize", "grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models"),
+    *("overview", "pause", "readyz", "resume", "run", "sessions", "set_reward", "start_session"),
+    *("version", "veto"),
 }
 """Last words of our own paths. Words that clients make up must not become labels."""
 

@@ -27,7 +27,7 @@ from any_agent.config import known_keys, load_config  # noqa: E402
 from any_agent.types import SessionState  # noqa: E402
 from proxy_ext.sessions.state_machine import Event  # noqa: E402
 
-HEADS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"]
+HEADS = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"]
 PAGES = HEADS + sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 EXAMPLES = [str(file.relative_to(ROOT)) for file in (ROOT / "examples").glob("*/README.md")]
 PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")

@@ -7,7 +7,9 @@ program, which replaces this one.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from functools import partial
+from itertools import starmap
 
 from any_agent.runtime.command_line import (
     add_program,
@@ -22,19 +24,33 @@ _DESCRIPTION = """\
 Write the recorded sessions, from the journals and archives of all ranks, whether the service runs
 or not. Each session appears once, in the order of creation. Nothing is leased or changed.
 """
+FORMATS = {
+    "jsonl": "JSON lines: whole sessions, or rows with --style",
+    "parquet": "rows as a Parquet file (default --style individual)",
+    "hf": "rows as a new folder for datasets.load_from_disk (default --style individual)",
+    "sft": """JSON lines for any-agent sft: the rows of the best sessions of each group
+(default --style concat; messages for a model with another tokenizer)""",
+    "prompt-completion": """TRL's SFTTrainer: a line for each answer of the best sessions of each
+group, a completion of the messages before it""",
+    "preferences": """TRL's DPOTrainer: prompt, chosen, rejected, tools. Each line pairs a better
+with a worse session of a group, and has the answers where they first differ""",
+    "openai-chat": """OpenAI's fine-tuning: the conversations of the best sessions of each group;
+answers that must not be trained on have weight 0""",
+    "openai-preferences": "OpenAI's preference fine-tuning: the pairs of preferences",
+    "atif": """Harbor's trajectories (ATIF-v1.7), one a line for each conversation, with each
+call's token ids and logprobs""",
+    "nemo-gym": """NeMo Gym's rollouts, one a line for each conversation of the sessions that
+have a reward, with each call's token ids and logprobs""",
+}
+"""The description of each format."""
 _EPILOG = """\
 Formats:
-  jsonl        JSON lines: whole sessions, or rows with --style
-  parquet      rows as a Parquet file (default --style individual)
-  hf           rows as a new folder for datasets.load_from_disk (default --style individual)
-  sft          JSON lines for any-agent sft: the rows of the best sessions of each group
-               (default --style concat; messages for a model with another tokenizer)
-  preferences  JSON lines for TRL's DPOTrainer: prompt, chosen, rejected, tools. Each pairs a better
-               with a worse session of a group, and has the answers where they first differ
+{formats}
 
-parquet and hf need the extra [data]. sft and preferences take the training sessions that have a
-reward and no veto (or those of --state), and read everything twice. A group is a group_id's, else a
-task_id's sessions; a session's score is the mean reward of its calls, as in training.
+parquet and hf need the extra [data]. The formats of best sessions and of pairs take the training
+sessions that have a reward and no veto (or those of --state), and read everything twice. A group
+is a group_id's, else a task_id's sessions; a session's score is the mean reward of its calls, as
+in training.
 
 With jsonl and no --style each line is a session: number, session (id, state, metadata, step, ...),
 rewards (every reward that was ever set, with its giver and time) and interactions (ids, logprobs,
@@ -64,15 +80,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         add_export_arguments,
         help="write recorded sessions as JSON lines, tables, or data for fine-tuning",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(formats="\n".join(starmap(_listed, FORMATS.items()))),
     )
+
+
+def _listed(name: str, text: str) -> str:
+    return textwrap.indent(f"{name:<18}  " + text.replace("\n", "\n" + " " * 20), "  ")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(option, parser)
     parser.add_argument(
         "--format",
-        choices=("jsonl", "parquet", "hf", "sft", "preferences"),
+        choices=tuple(FORMATS),
+        metavar="FORMAT",
         default="jsonl",
         help="what to write (default jsonl), see below",
     )
@@ -89,9 +110,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         type=_discount,
     )
     most = count(1_000_000)
-    add("--best N", "sessions, or pairs, of each group: sft, preferences (default 1)", type=most)
-    add("--min-reward X", "only sessions with at least this score: sft", type=number)
-    add("--margin X", "least difference of a pair's scores: preferences", type=number)
+    add("--best N", "best sessions, or pairs, of each group (default 1)", type=most)
+    add("--min-reward X", "only best sessions with at least this score", type=number)
+    add("--margin X", "least difference of a pair's scores", type=number)
     add("--out FILE", "the file or folder to write (default: -, standard output)", default="-")
     add_trial_arguments(parser)
 

@@ -25,6 +25,7 @@ from any_agent.protocol.rl import (
     EPOCH_HEADER,
     UNREACHABLE_HEADER,
     Abort,
+    Feedback,
     Finalize,
     Heartbeat,
     ListSessions,
@@ -181,6 +182,23 @@ class RLClient:
         final_reward = _as_reward(final_reward)
         body = checked(SetReward, final_reward=final_reward, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
+
+    async def feedback(
+        self,
+        value: Literal["up", "down"] | float,
+        *,
+        completion_id: str | None = None,
+        session_id: str | None = None,
+        api_key: str | None = None,
+    ) -> RewardSet:
+        """Set what a user thinks of an answer, or without its id of a session, as the reward named
+        ``feedback``: thumbs ``up`` (1) or ``down`` (-1), or a number.
+
+        Under a tenant's key, the client's own, an answer's id finds its session.
+        """
+        given = {"thumbs" if isinstance(value, str) else "score": value}
+        body = checked(Feedback, **given, completion_id=completion_id, session_id=session_id)
+        return await self._call(RewardSet, "POST", "/feedback", body, key=api_key, once=True)
 
     async def finalize(
         self,

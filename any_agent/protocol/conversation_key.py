@@ -15,13 +15,13 @@ from typing import Any
 import orjson
 
 TASK_PREFIX = "auto-"  # prefix of the names of tasks that were computed from conversations
-RANK_DIGITS = 4  # hexadecimal digits after `resp_` that name the rank which issued the id
+RANK_DIGITS = 4  # hexadecimal digits after `resp_` and its like that name the id's rank
 HEAD = 65_536
 """Characters of a text that are normalized line by line; the rest is taken unchanged, as reading
 every line of many megabytes would block the process."""
 _SYSTEM = ("system", "developer")
 _BILLING = "x-anthropic-billing-header:"
-_RESPONSE = re.compile(rf"resp_([0-9a-f]{{{RANK_DIGITS}}})[0-9a-f]+")
+_ANSWER = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{RANK_DIGITS}}})[0-9a-f]+(\.[0-9]+)?")
 
 
 def task_of(body: Any) -> str:
@@ -45,9 +45,9 @@ def task_of(body: Any) -> str:
     return TASK_PREFIX + digest.hexdigest()
 
 
-def rank_of_response(id: Any) -> int | None:
-    """Return the rank that issued a response's id; None for any other id."""
-    found = _RESPONSE.fullmatch(id) if isinstance(id, str) else None
+def rank_of_answer(id: Any) -> int | None:
+    """Return the rank that issued an answer's id, of any API; None for any other id."""
+    found = _ANSWER.fullmatch(id) if isinstance(id, str) else None
     return int(found[1], 16) if found is not None else None
 
 

@@ -209,6 +209,39 @@ class SetReward(StrictBody):
         return self
 
 
+Score = Annotated[
+    float | None,
+    PlainValidator(
+        lambda value: None if value is None else _number(value),
+        json_schema_input_type=_Number | None,
+    ),
+]
+
+
+class Feedback(StrictBody):
+    """A user's opinion of one completion, or without `completion_id` of the whole session."""
+
+    thumbs: Literal["up", "down"] | None = None
+    """`up` is 1, and `down` is -1: no feedback adds 0."""
+    score: Score = None
+    """A number instead."""
+    completion_id: str | None = None
+    """The id of the answer; it also finds the session."""
+    session_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Self:
+        if (self.thumbs is None) == (self.score is None):
+            raise ValueError("give either thumbs or score")
+        return self
+
+    @property
+    def value(self) -> float:
+        if self.score is not None:
+            return self.score
+        return 1.0 if self.thumbs == "up" else -1.0
+
+
 class RewardSet(BaseModel):
     status: Literal["success"] = "success"
     session_id: str

@@ -16,22 +16,16 @@ from any_agent.runtime.command_line import CommandParser, parse
 from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.choice import Groups, is_candidate, score_of
+from proxy_ext.export.formats import FORMATS, PairLine
 from proxy_ext.export.output import ExportOutput, output
-from proxy_ext.export.preferences import (
-    Conversation,
-    WaitingConversations,
-    conversation_of,
-    preference,
-)
+from proxy_ext.export.preferences import Conversation, WaitingConversations, conversation_of
 from proxy_ext.export.reader import RunSessions, SessionRecord, credited, row_line, rows
 from proxy_ext.export.tables import dataset_folder, parquet_table
 from proxy_ext.journal.reader import ExportFilter
 
 _READER_LEFT = 141  # exit code that a shell reports for a program that SIGPIPE ended
-_STYLES = {"parquet": "individual", "hf": "individual", "sft": "concat"}
-"""The styles of the formats that have rows, by default."""
-_OPTIONS = {"best": ("sft", "preferences"), "min_reward": ("sft",), "margin": ("preferences",)}
-"""Options that choose sessions, and the formats that take them."""
+_OPTIONS = {"best": ("best", "pairs"), "min_reward": ("best",), "margin": ("pairs",)}
+"""Options that choose sessions, and what the formats take to which they belong."""
 Row = dict[str, Any]
 Report = Callable[[str], None]
 A = TypeVar("A")
@@ -43,7 +37,9 @@ class Exporter:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
+        self._format = FORMATS[arguments.format]
         self._style = _style_of(arguments)
+        self._lines = self._format.lines and self._format.lines()
         # Whoever names the folder and the discount needs no readable settings.
         own = arguments.discount is None
         self._run = RunSessions.of(arguments, settings=own)
@@ -63,11 +59,11 @@ class Exporter:
             if self._arguments.format == "parquet":
                 with parquet_table(out, style or "") as table:
                     self._write_rows(table.add)
-            elif self._arguments.format == "sft":
+            elif self._format.takes == "best":
                 self._write_best(out)
-            elif self._arguments.format == "preferences":
-                self._write_preferences(out)
-            elif style is not None:
+            elif self._format.pair is not None:
+                self._write_pairs(out, self._format.pair)
+            elif style is not None or self._lines is not None:
                 self._write_rows(lambda row: out.write(row_line(row)))
             else:
                 for found in self._run.records(self.report):
@@ -82,10 +78,10 @@ class Exporter:
     def summary(self) -> str:
         """Return a line about what was written."""
         text = f"{self.sessions} sessions ({self.archived} of them from archives)"
-        if self._style is not None:
-            text += f", {self.lines} rows"
-        elif self._arguments.format == "preferences":
+        if self._format.pair is not None:
             text += f", {self.lines} pairs"
+        elif self._style is not None or self._lines is not None:
+            text += f", {self.lines} rows"
         for why, number in self.left_out.items():
             text += f"; {number} left out: {why}"
         if self.problems:
@@ -98,6 +94,9 @@ class Exporter:
         for found, record in self._read():
             made = self._try(found, self._rows, record)
             if made is None:
+                continue
+            if self._lines is not None and not made:
+                self.left_out["without a call of the model, or without a reward"] += 1
                 continue
             for row in made:
                 add(row)
@@ -113,7 +112,7 @@ class Exporter:
                     out.write(row_line(row))
                 self._count(found, len(made))
 
-    def _write_preferences(self, out: ExportOutput) -> None:
+    def _write_pairs(self, out: ExportOutput, line: PairLine) -> None:
         """Write pairs of a better and a worse session of each group."""
         groups = self._groups(self._conversation)
         pairs = [*groups.pairs(self._arguments.best or 1, self._arguments.margin or 0.0)]
@@ -126,10 +125,9 @@ class Exporter:
                 if conversation is None:
                     continue
                 self._count(found)
-                about = {name: record.session[name] for name in ("group_id", "task_id")}
                 for pair in waiting.add(found.session_id, conversation):
                     try:
-                        out.write(row_line(preference(*pair) | about))
+                        out.write(row_line(line(*pair, record.session)))
                         self.lines += 1
                     except Unprocessable as error:
                         self.left_out[error.message] += 1
@@ -148,13 +146,17 @@ class Exporter:
         return groups
 
     def _rows(self, record: ArchiveRecord) -> list[Row]:
+        if self._lines is not None:
+            return list(self._lines(record.session, credited(record, self._discount)))
         assert self._style is not None
         return list(rows(record, self._style, self._discount))
 
     def _trained_rows(self, record: ArchiveRecord) -> list[Row]:
         """Return the rows of a session that have tokens to train on."""
         made = self._rows(record)
-        return made if self._style == "messages" else [r for r in made if r["loss_mask"].any()]
+        if self._lines is not None or self._style == "messages":
+            return made
+        return [row for row in made if row["loss_mask"].any()]
 
     def _conversation(self, record: ArchiveRecord) -> Conversation:
         return conversation_of(credited(record, self._discount))
@@ -189,18 +191,18 @@ def _style_of(arguments: argparse.Namespace) -> str | None:
 
     Raises ConfigError for options that do not belong together.
     """
-    chosen = arguments.format
-    for name, formats in _OPTIONS.items():
-        if getattr(arguments, name) is not None and chosen not in formats:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} is for --format {' and '.join(formats)}")
-    if chosen == "preferences" and arguments.style is not None:
-        raise ConfigError("--format preferences has one form: leave --style out")
-    if chosen in ("parquet", "hf") and arguments.out == "-":
-        example = "sessions.parquet" if chosen == "parquet" else "a new folder"
-        raise ConfigError(f"--format {chosen} is no text: name {example} with --out")
-    style: str | None = arguments.style or _STYLES.get(chosen)
-    return style
+    name, chosen = arguments.format, FORMATS[arguments.format]
+    for each, takes in _OPTIONS.items():
+        if getattr(arguments, each) is not None and chosen.takes not in takes:
+            fitting = [name for name, one in FORMATS.items() if one.takes in takes]
+            option = each.replace("_", "-")
+            raise ConfigError(f"--{option} is for --format {', '.join(fitting)}")
+    if (chosen.lines or chosen.pair) and arguments.style is not None:
+        raise ConfigError(f"--format {name} has one form: leave --style out")
+    if name in ("parquet", "hf") and arguments.out == "-":
+        example = "sessions.parquet" if name == "parquet" else "a new folder"
+        raise ConfigError(f"--format {name} is no text: name {example} with --out")
+    return arguments.style or chosen.style
 
 
 def main(argv: Sequence[str] | None = None) -> int:

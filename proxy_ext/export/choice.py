@@ -18,9 +18,14 @@ def is_candidate(session: Mapping[str, Any], states: Sequence[str] | None) -> bo
 
     ``states`` are those that were asked for. A session with a veto is never chosen.
     """
-    if str(session["reason"] or "").startswith("vetoed"):
+    if is_vetoed(session):
         return False
     return bool(states) or (session["mode"] == "train" and session["state"] in _STATES)
+
+
+def is_vetoed(session: Mapping[str, Any]) -> bool:
+    """Return whether a session may not be trained on because of a veto."""
+    return str(session["reason"] or "").startswith("vetoed")
 
 
 def group_of(session: Mapping[str, Any], session_id: str) -> str:
@@ -71,3 +76,9 @@ class Groups:
 def score_of(found: Credited) -> float | None:
     """Return a session's score; None without a reward, or without a call that training counts."""
     return session_score(found.tree, found.rewards) if found.rewarded else None
+
+
+def reward_of(session: Mapping[str, Any], found: Credited) -> float | None:
+    """Return a session's final reward, else its score."""
+    final: float | None = session["final_reward"]
+    return score_of(found) if final is None else final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from any_agent.chat.conversation_hash import normalise
@@ -42,17 +42,19 @@ def conversation_of(found: Credited) -> Conversation:
             known.add(node.id)
             last = node
     messages = validate_messages([*tree.messages(last.id), last.output_message])
-    return Conversation([*map(_with_objects, messages)], validate_tools(kept[0].tools))
+    return Conversation([*map(with_objects, messages)], validate_tools(kept[0].tools))
 
 
-def _with_objects(message: Message) -> Message:
+def with_objects(message: Message) -> Message:
     """Return a message whose calls have objects as arguments, which most templates expect."""
     if not message.get("tool_calls"):
         return message
     return convert_calls(message, objects=True, takes_broken=True)
 
 
-def preference(pair: Pair, chosen: Conversation, rejected: Conversation) -> dict[str, Any]:
+def preference(
+    pair: Pair, chosen: Conversation, rejected: Conversation, session: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a row of TRL's conversational preference format: prompt, chosen, rejected, tools.
 
     The prompt is what both conversations have in common, and the answers are the model's where
@@ -76,6 +78,8 @@ def preference(pair: Pair, chosen: Conversation, rejected: Conversation) -> dict
         "score_rejected": pair.rejected.score,
         "chosen_session_id": pair.chosen.session_id,
         "rejected_session_id": pair.rejected.session_id,
+        "group_id": session["group_id"],
+        "task_id": session["task_id"],
     }
 
 

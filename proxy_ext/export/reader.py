@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,14 +249,18 @@ def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[dict[st
     """
     session = record.session
     tree, rewards, rewarded = credited(record, discount)
-    about = {name: session[name] for name in ("group_id", "task_id", "state", "reason", "step")}
     found: dict[str, Any]
     found = _messages(tree, rewards) if style == "messages" else export_rows(tree, rewards, style)
     for id, row in found.items():
-        line = {"session_id": session["id"], "interaction_id": id, **about, **row}
+        line = {"session_id": session["id"], "interaction_id": id, **about(session), **row}
         if not rewarded:
             line["reward" if style == "messages" else "rewards"] = None
         yield line
+
+
+def about(session: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what rows of every kind say of their session, beside its id."""
+    return {name: session[name] for name in ("group_id", "task_id", "state", "reason", "step")}
 
 
 def row_line(row: dict[str, Any]) -> bytes:

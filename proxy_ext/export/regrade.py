@@ -22,7 +22,7 @@ from any_agent.record import lacks_texts
 from any_agent.runtime.atomic_files import owner_only, write_atomic
 from any_agent.runtime.command_line import CommandParser, guarded, parse, printable
 from proxy_ext.archive.records import ArchiveRecord
-from proxy_ext.export.choice import group_of, score_of
+from proxy_ext.export.choice import group_of, reward_of
 from proxy_ext.export.output import plain_file
 from proxy_ext.export.reader import RunSessions, credited
 from proxy_ext.sessions.grading import Grader, GraderFailed, graded
@@ -142,8 +142,7 @@ class Regrading:
         problem = None
         try:
             calls = credited(record, self._run.settings.train.discount)
-            final = session["final_reward"]
-            line["old"] = score_of(calls) if final is None else final
+            line["old"] = reward_of(session, calls)
             if any(map(lacks_texts, calls.tree)):
                 raise GraderFailed("its texts were not stored (sessions.store_content)")
             async with self._grader.free:

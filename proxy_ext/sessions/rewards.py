@@ -38,6 +38,7 @@ Parts: TypeAlias = Mapping[str | None, float]
 """The parts of a reward: values by name, None for the unnamed one."""
 NO_PARTS: Parts = MappingProxyType({})
 
+FEEDBACK = "feedback"  # the name of users' rewards
 JUDGE_ONLY = "judge_only"  # the code of refusals
 _AGENT = "session"  # the author of rewards by the agent where both may set them, or its beginning
 _MAX_NAMES = 64  # names of one reward

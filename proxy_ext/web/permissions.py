@@ -54,6 +54,7 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/v1/start_session": (STARTERS, ""),
     "GET /rl/v1/start_session": (OPENERS, ""),
     "POST /rl/v1/set_reward": (JUDGES, ""),
+    "POST /rl/v1/feedback": (JUDGES, ""),
     "POST /rl/v1/finalize": (JUDGES, ""),
     "GET /rl/v1/sessions": (OPENERS, ""),
     "GET /rl/v1/sessions/{session_id}": (JUDGES, ""),

@@ -220,6 +220,7 @@ def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, An
         "/v1/embeddings": {"input": "a", "model": "none"},
         "/embeddings": {"input": "a", "model": "none"},
         "/rl/v1/set_reward": {"final_reward": 1.0},
+        "/rl/v1/feedback": {"thumbs": "up"},
         "/rl/set_reward": {"reward": 1.0},
         "/rl/start_session": {"task_id": "task"},
         "/rl/v1/finalize": {"final_reward": 1.0},

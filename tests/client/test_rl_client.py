@@ -92,6 +92,13 @@ async def test_requests_go_to_their_paths_with_their_keys() -> None:
     client, seen = client_with(httpx.Response(200, json=reward))
     await client.set_reward("session-key", 1.0)
     assert seen[0].headers["authorization"] == "Bearer session-key"
+    await client.feedback("down", completion_id="i")
+    assert seen[1].url.path == "/rl/v1/feedback"
+    assert seen[1].headers["authorization"] == "Bearer operator"
+    given = {"completion_id": "i", "session_id": None, "thumbs": "down", "score": None}
+    assert {**given, **json.loads(seen[1].content)} == given
+    with fails_with(InvalidRequest, "thumbs"):
+        await client.feedback("sideways")  # type: ignore[arg-type]
 
 
 async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:
@@ -166,6 +173,7 @@ async def test_patience_asks_again_while_there_is_no_slot(monkeypatch: pytest.Mo
 ONCE = {
     "start_session": lambda c: c.start_session(),
     "set_reward": lambda c: c.set_reward("k", 1.0),
+    "feedback": lambda c: c.feedback(0.5, session_id="s"),
     "finalize": lambda c: c.finalize("k", 1.0),
 }
 """Calls that must not happen twice."""

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from any_agent.protocol import conversation_key as conversation
-from any_agent.protocol.conversation_key import TASK_PREFIX, rank_of_response, rank_tag, task_of
+from any_agent.protocol.conversation_key import TASK_PREFIX, rank_of_answer, rank_tag, task_of
 from any_agent.protocol.rl import StartSession
 
 SYSTEM, ASKED = "Be brief.\n\nVery.", "Say a number."
@@ -116,8 +116,19 @@ def test_any_json_body_gives_a_task_that_may_be_opened(body: Any) -> None:
     assert StartSession.model_validate({"task_id": task}).task_id == task
 
 
-def test_the_id_of_a_response_names_its_rank() -> None:
+def test_the_id_of_an_answer_names_its_rank() -> None:
     for rank in (0, 1, 255, 4095):
-        assert rank_of_response(f"resp_{rank_tag(rank)}{'0' * 28}") == rank
-    for id in (None, 7, "", "resp_", "resp_12", "chatcmpl-0001aaaa", "resp_zzzz0", "resp_0001aa\n"):
-        assert rank_of_response(id) is None
+        for prefix, choice in (("resp_", ""), ("chatcmpl-", ".1"), ("msg_", ""), ("cmpl-", "")):
+            assert rank_of_answer(f"{prefix}{rank_tag(rank)}{'0' * 28}{choice}") == rank
+    for id in (
+        None,
+        7,
+        "",
+        "resp_",
+        "resp_12",
+        "0001aaaa",
+        "ses-0-0001",
+        "resp_zzzz0",
+        "resp_0001aa\n",
+    ):
+        assert rank_of_answer(id) is None

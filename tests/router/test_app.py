@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from any_agent.protocol.conversation_key import rank_tag
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.rundir.registry import publish
 from router import app
@@ -29,7 +30,8 @@ async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
         await pair.post(f"/rl/v1/finalize?session_id={IDS[number]}")
         await pair.post("/rl/v1/set_reward", {"reward": 1, "session_id": IDS[number]})
         await pair.get(f"/rl/v1/sessions/{IDS[number]}")
-        assert len(rank.received) == 8
+        await pair.post("/rl/v1/feedback", {"completion_id": f"chatcmpl-{rank_tag(number)}ff"})
+        assert len(rank.received) == 9
         assert rank.received[3].target == f"/{key}/v1/chat/completions"
         assert rank.received[6].json == {"reward": 1, "session_id": IDS[number]}
 

@@ -100,10 +100,27 @@ class Rank:
             answer = {"content": said} if isinstance(said, str) else said
             made = make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None)
             message = {"role": "assistant", **answer}
-            asked_for = [{"role": "user", "content": asked}]
-            made = replace(made, message_delta=asked_for, output_message=message, **call or {})
-            calls.append(PutInteraction(made))
+            texts = {
+                "message_delta": [{"role": "user", "content": asked}],
+                "output_message": message,
+            }
+            calls.append(PutInteraction(replace(made, **texts | (call or {}))))
         await self.journal.commit(PutSession(row), *calls)
+
+    async def add_call(
+        self,
+        id: str,
+        session_id: str,
+        asked: list[dict[str, Any]],
+        said: dict[str, Any],
+        parent: str | None = None,
+        **fields: Any,
+    ) -> None:
+        """One more call of a session, a root without a parent."""
+        answer = {"role": "assistant", **said}
+        made = make_interaction(id, session_id, parent)
+        made = replace(made, message_delta=asked, output_message=answer, **fields)
+        await self.journal.commit(PutInteraction(made))
 
     @property
     def files(self) -> list[str]:

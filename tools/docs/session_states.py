@@ -36,6 +36,11 @@ TAIL = """## Rewards
   `{"reward": {"correct": 1, "format": 0.2}}` for a completion (`completion_id`; default: the last
   one), and `{"final_reward": ...}` for the session. The same name again replaces its value; other
   names stay.
+- `POST /rl/v1/feedback` sets the reward named `feedback`: `{"thumbs": "up"}` is 1, `"down"` is -1,
+  and `{"score": 0.5}` any number. With `completion_id` it is that completion's, else the session's
+  final one. Under a tenant's key the id of an answer finds its session, so whoever shows answers to
+  users keeps their ids alone. The last feedback counts; its weight, who may give it and until when
+  are as for every reward. Words are not recorded: a judge that reads them sends a score.
 - Rewards can be revised until a trainer leases the session, also after it is finalized: the trainer
   gets the last acknowledged ones. From then on they are fixed, even if the lease runs out: a step
   that was killed before its acknowledgement may have taken the session, and a resume repeats that

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.errors import NotFound
 from any_agent.protocol.rl import (
     Abort,
+    Feedback,
     Finalize,
     Heartbeat,
     RewardSet,
@@ -26,8 +29,17 @@ from any_agent.protocol.rl import (
 from any_agent.protocol.training import RunInfo
 from proxy_ext.admission.fleet_place import choice_of
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
+from proxy_ext.service import RankService
 from proxy_ext.sessions.grading import content_of
-from proxy_ext.sessions.rewards import author, is_agent, parts_of, require_judge
+from proxy_ext.sessions.rewards import (
+    FEEDBACK,
+    Parts,
+    author,
+    is_agent,
+    parts_of,
+    require_judge,
+)
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import while_present
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
@@ -71,6 +83,42 @@ async def set_reward(
     wanted = body.interaction_id or body.completion_id
     return receipt.response(
         await service.rewards.set_reward(session, given, wanted, by=by, keep=keep)
+    )
+
+
+@router.post("/feedback", response_model=RewardSet)
+async def feedback(
+    body: Feedback, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Set the reward `feedback` of a completion, or of a session; the last one counts.
+
+    The id of an answer is enough under its tenant's key: the session need not be named.
+    """
+    session = await _with_answer(body, request, service)
+    given: Parts = {FEEDBACK: body.value}
+    by, keep = author(session.row, caller, given), receipt.keep
+    if body.completion_id is None:
+        done = service.rewards.set_final_reward(session, given, by=by, keep=keep)
+    else:
+        done = service.rewards.set_reward(session, given, body.completion_id, by=by, keep=keep)
+    return receipt.response(await done)
+
+
+async def _with_answer(body: Feedback, request: Request, service: RankService) -> RecordedSession:
+    """Return the session that a body or its sender's key names, else that of the answer."""
+    id = body.completion_id
+    if body.session_id is not None or id is None:
+        return await service.auth.session(request, body.session_id)
+    owner = service.journal.session_of_interaction
+    # The first one where the call had several choices, which the refusal then names.
+    found = await owner(id) or await owner(f"{id}.0")
+    with suppress(NotFound):
+        # Of another tenant's session not even the id may be shown.
+        if (session := await service.auth.session_or_none(request, found)) is not None:
+            return session
+    raise NotFound(
+        f"no session of yours has the completion {id[:80]!r}; check completion_id",
+        code="completion_not_found",
     )
 
 

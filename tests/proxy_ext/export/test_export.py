@@ -108,6 +108,9 @@ async def test_wrong_options_are_refused(rank: Rank, tmp_path: Path) -> None:
         "--best 2",
         "--format preferences --min-reward 1",
         "--format sft --margin 1",
+        "--format atif --style concat",
+        "--format nemo-gym --best 2",
+        "--format csv",
     ):
         done = export_trial(tmp_path, *wrong.split())
         assert (done.code, done.lines, "error: " in done.said) == (2, [], True), wrong

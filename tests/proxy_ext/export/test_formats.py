@@ -14,12 +14,20 @@ import pytest
 from pyarrow import parquet
 
 from any_agent.chat import ChatFormat
+from any_agent.cli.export import FORMATS as DESCRIPTIONS
 from any_agent.types import Continuation, SessionState
 from proxy_ext.export import tables
+from proxy_ext.export.formats import FORMATS
 from proxy_ext.journal import PutInteraction, PutSession
 from tests.support.archives import CALL, TOOLS, ExportedHere, Rank, export_trial
 from tests.support.journal import make_interaction, make_row
 from trainer.sft import read_examples
+
+
+def test_each_format_is_described_and_an_unknown_one_gets_the_list(tmp_path: Path) -> None:
+    assert [*FORMATS] == [*DESCRIPTIONS]
+    done = export_trial(tmp_path, "--format", "csv")
+    assert done.code == 2 and ", ".join(FORMATS) in done.said
 
 
 @pytest.mark.parametrize("style", ["individual", "concat", "messages"])

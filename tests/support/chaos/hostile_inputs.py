@@ -18,6 +18,7 @@ POSTS = (
     *MODEL_CALLS,
     "/rl/v1/start_session",
     "/rl/v1/set_reward",
+    "/rl/v1/feedback",
     "/rl/v1/finalize",
     "/rl/v1/lease",
     "/rl/v1/ack",
@@ -62,9 +63,10 @@ NUMBERS = {
     "١".encode(): False,
 }
 """What is written where a number belongs, and whether a reward may be that."""
-REWARDED = ("/rl/v1/set_reward", "/rl/v1/finalize")
+REWARDED = ("/rl/v1/set_reward", "/rl/v1/feedback", "/rl/v1/finalize")
 NUMERIC = {
     "/rl/v1/set_reward": (b"reward",),
+    "/rl/v1/feedback": (b"score",),
     "/rl/v1/finalize": (b"final_reward",),
     "/rl/v1/start_session": (b"ttl", b"wait", b"group_size"),
     "/rl/v1/pause": (b"ttl",),
