@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from any_agent.config import DatasetConfig, load_config
-from any_agent.data import (
-    DataRow,
-    MissingField,
-    as_dataset,
-    get_custom_dataset,
-    items_of,
-)
+from any_agent.data import DataRow, MissingField, as_dataset, get_custom_dataset, items_of
 from any_agent.errors import DatasetError
 from any_agent.launcher.training_progress import format_evaluation
 from any_agent.sdk.run_plan import items_of as items_of_run

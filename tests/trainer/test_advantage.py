@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
 from tests.support.errors import fails_with
-from trainer.advantage import (
-    STD_FLOOR,
-    SessionRewards,
-    estimate_advantages,
-    group_advantages,
-)
+from trainer.advantage import STD_FLOOR, SessionRewards, estimate_advantages, group_advantages
 
 
 def session(*rewards: float, counted: list[bool] | None = None) -> SessionRewards:

@@ -18,14 +18,7 @@ from transformers import (
 
 from tests.support.trainer.policies import small_policy
 from trainer.model import PolicyConfig
-from trainer.pass_size import (
-    CPU_TOKENS,
-    GPU_SHARE,
-    GPU_TOKENS,
-    fitting,
-    pass_tokens,
-    token_bytes,
-)
+from trainer.pass_size import CPU_TOKENS, GPU_SHARE, GPU_TOKENS, fitting, pass_tokens, token_bytes
 
 SHAPES: dict[str, Any] = {
     "27M": Qwen3Config(

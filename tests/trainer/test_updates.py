@@ -23,10 +23,7 @@ from tests.support.trainer.policies import (
     small_policy,
 )
 from tests.support.trainer.trees import tree_rows
-from tests.support.trainer.updates import (
-    SEQUENCE_LEVEL,
-    state_of,
-)
+from tests.support.trainer.updates import SEQUENCE_LEVEL, state_of
 from trainer.loss import LOSSES, LossConfig, LossInputs, LossStats
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
