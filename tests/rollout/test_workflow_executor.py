@@ -18,7 +18,7 @@ from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
-from any_agent.workflow import RolloutWorkflow, context
+from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow, context
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import (
@@ -47,6 +47,10 @@ def test_wait_returns_every_submitted_item_and_none_for_rejected_ones() -> None:
         results = e.wait(4, timeout=60)
         assert [r and numbers(r) for r in results] == [None, [1, 1], None, [3, 3]]
         assert e.rejected == {"returned_none": 2, "not_accepted": 4}
+        # A workflow that makes groups itself makes more.
+        e.submit({"n": 7}, GroupedRolloutWorkflow(Doing(), 3), group_size=2)
+        (grouped,) = e.wait(1, timeout=60)
+        assert grouped is not None and grouped["input_ids"].shape == (6, 3)
 
 
 def test_finished_items_come_first_in_the_order_of_their_submission() -> None:
