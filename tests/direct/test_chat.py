@@ -1,4 +1,4 @@
-"""Chat calls of the direct client, through the SDK's own code."""
+"""Chat calls and responses of the direct client, through the SDK's own code."""
 
 from __future__ import annotations
 
