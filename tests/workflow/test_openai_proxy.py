@@ -129,6 +129,8 @@ async def test_an_agent_needs_no_key(
 async def test_the_url_says_whose_a_call_is_and_no_key_does(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As a run sets it: an agent that is given no key needs one all the same.
+    monkeypatch.setenv("OPENAI_API_KEY", PLACEHOLDER_KEY)
     http = await context.get_aiohttp_session()
     ours, other = (OpenAIProxyClient(http, proxy.url, f"t{k}", ADMIN) for k in range(2))
     for client in (ours, other):
