@@ -43,17 +43,11 @@ async def proxy(tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine) -> Asy
 
 
 async def talk(
-    client: openai.AsyncOpenAI,
-    engine: ScriptedEngine,
-    chat: ChatFormat,
-    texts: list[str],
-    fields: dict[str, Any],
-    *,
-    stream: bool,
+    client: openai.AsyncOpenAI, engine: ScriptedEngine, chat: ChatFormat, case: str, stream: bool
 ) -> None:
     """Calls until all is said; the first choice is gone on from."""
-    messages = list(HELLO)
-    n = fields.get("n", 1)
+    texts, fields = CASES[case]
+    messages, n = list(HELLO), fields.get("n", 1)
     for k in range(0, len(texts), n):
         for text in texts[k : k + n]:
             engine.say(said(chat, text))
@@ -137,14 +131,14 @@ async def test_the_direct_client_records_what_the_proxy_records(
     mode: str,
     stream: bool,
 ) -> None:
-    texts, fields = CASES[case]
+    texts, _ = CASES[case]
     session = await proxy.open(mode=mode)
     direct: EngineOpenAI = make(mode=mode, sampling=proxy.service.sampling)
     async with openai.AsyncOpenAI(
         base_url=session["base_url"], api_key=session["api_key"]
     ) as remote:
         for client in (remote, direct):
-            await talk(client, engine, chat, texts, fields, stream=stream)
+            await talk(client, engine, chat, case, stream)
     by_proxy = by_choice(await proxy.recorded(session["session_id"]))
     ours = by_choice(direct.interactions)
     assert comparable(ours) == comparable(by_proxy)

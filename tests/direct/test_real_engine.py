@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,26 @@ async def test_the_engine_may_be_in_the_process(embedded: EmbeddedEngine, chat: 
     with fails_with(openai.BadRequestError, code="context_length_exceeded"):
         long = [{"role": "user", "content": "many words " * 5000}]
         await client.chat.completions.create(model=MODEL, messages=long)  # type: ignore[arg-type]
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "direct-client.md"
+
+
+async def test_the_documented_example_collects_rewarded_trajectories(
+    tiny_model_dir: Path, url: str
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+    names: dict[str, Any] = {"__name__": "guess"}
+    exec(compile(code, str(DOCUMENT), "exec"), names)
+    trajectories = await names["main"](url, str(tiny_model_dir))
+    assert len(trajectories) == 4
+    assert {t.group_id for t in trajectories} == {"What is 2 + 3?"}
+    for trajectory in trajectories:
+        first, second = trajectory.interactions
+        assert first.reward is None and second.reward in (0.0, 1.0)
+
+
+def test_the_client_has_every_documented_method() -> None:
+    cells = re.findall(r"^\| `([^|]*)` \| ", DOCUMENT.read_text(), re.M)
+    names = {name.partition("(")[0] for cell in cells for name in cell.split("`, `")}
+    assert names and not [name for name in names if not hasattr(EngineOpenAI, name)]

@@ -1,4 +1,4 @@
-"""The executor against a scripted service."""
+"""The executor against one scripted rank, or two of which one may be away."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,7 +18,7 @@ from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
-from any_agent.workflow import RolloutWorkflow, context
+from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow, context
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import (
@@ -47,6 +47,10 @@ def test_wait_returns_every_submitted_item_and_none_for_rejected_ones() -> None:
         results = e.wait(4, timeout=60)
         assert [r and numbers(r) for r in results] == [None, [1, 1], None, [3, 3]]
         assert e.rejected == {"returned_none": 2, "not_accepted": 4}
+        # A workflow that makes groups itself makes more.
+        e.submit({"n": 7}, GroupedRolloutWorkflow(Doing(), 3), group_size=2)
+        (grouped,) = e.wait(1, timeout=60)
+        assert grouped is not None and grouped["input_ids"].shape == (6, 3)
 
 
 def test_finished_items_come_first_in_the_order_of_their_submission() -> None:
@@ -85,31 +89,21 @@ def test_ids_of_ones_own_are_kept_apart_from_given_ones() -> None:
                 e.wait(count)
 
 
-def test_more_than_training_looks_ahead_may_be_waited_for() -> None:
+def test_more_than_training_looks_ahead_may_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capacity is 4 sessions; a wait for more would otherwise never end."""
+    monkeypatch.setattr("any_agent.rollout.workflow_executor.MAX_SUBMITTED", 30)
     workflow = Doing()
     with executor(eta=0) as e:
         for item in items(30):
             e.submit(item, workflow, group_size=2)
+        with fails_with(TooManyRequests, "30 items"):
+            e.submit({"n": 30}, workflow)
         until(lambda: len(workflow.seen) >= 4)
         time.sleep(0.1)
         assert len(workflow.seen) == 4, "nobody waits: no more than one batch"
         assert len(e.wait(30, timeout=60)) == 30
         e.submit({"n": 0}, workflow, group_size=2)
         assert len(e.wait(1, timeout=60)) == 1
-
-
-def test_the_number_of_items_that_nobody_waits_for_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("any_agent.rollout.workflow_executor.MAX_SUBMITTED", 3)
-    with executor() as e:
-        for item in items(3):
-            e.submit(item, Doing())
-        with fails_with(TooManyRequests, "3 items"):
-            e.submit({"n": 3}, Doing())
-        e.wait(1, timeout=60)
-        e.submit({"n": 3}, Doing())
 
 
 def test_a_rollout_batch_keeps_the_order_of_its_items() -> None:
@@ -128,22 +122,16 @@ def test_a_rollout_batch_keeps_the_order_of_its_items() -> None:
         assert len(e.rollout_batch(items(3), workflow)) == 3
 
 
-class Loader:
-    """As one of torch whose `collate_fn` returns its items."""
-
-    def __init__(self, count: int, batch_size: int) -> None:
-        self._count = count
-        self.batch_size = batch_size
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        all_of_them = items(self._count)
-        for k in range(0, self._count, self.batch_size):
-            yield all_of_them[k : k + self.batch_size]
-
-
 def test_batches_begin_the_loader_anew_at_its_end() -> None:
-    loader = Loader(6, 4)
-    workflow = Doing(lambda data: REJECT if data["n"] == 2 else None)
+    class Loader:
+        """As one of torch whose `collate_fn` returns its items."""
+
+        batch_size = 4
+
+        def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+            yield from (items(4), items(6)[4:])
+
+    loader, workflow = Loader(), Doing(lambda data: REJECT if data["n"] == 2 else None)
     with executor() as e:
         taken = [
             n
@@ -226,24 +214,30 @@ def test_an_executor_keeps_to_its_loader_and_workflow() -> None:
             with pytest.raises(ConfigError):
                 e.prepare_batch(loader, other, group_size=size)
         assert e.prepare_batch(data, workflow, timeout=60)
-    for wrong, error in ((["text"], TypeError), ([["text"]], TypeError), (iter(data), ValueError)):
+    for wrong, error in (
+        (["text"], TypeError),
+        ([["text"]], TypeError),
+        (iter(items(2)), ValueError),
+    ):
         with executor() as e, pytest.raises(error):
             e.prepare_batch(wrong, Doing(), timeout=60)  # type: ignore[arg-type]
             e.prepare_batch(wrong, Doing(), timeout=60)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [OSError("no disk"), TimeoutError("no disk")])
-def test_a_call_that_fails_fails_alone(error: Exception) -> None:
-    kind = TrainingError if isinstance(error, TimeoutError) else OSError
-    passes: list[int] = []
-
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError("no disk"), OSError), (TimeoutError("no disk"), TrainingError)],
+)
+def test_a_call_that_fails_fails_alone(error: Exception, kind: type[Exception]) -> None:
     class Breaking:
         """Its first pass breaks behind six items, the next ones do not."""
 
+        errors: ClassVar = [error]
+
         def __iter__(self) -> Iterator[dict[str, Any]]:
-            passes.append(1)
             yield from items(6)
-            if len(passes) == 1:
+            for error in self.errors:
+                self.errors.clear()
                 raise error
 
     loader, workflow = Breaking(), Doing()
@@ -412,22 +406,14 @@ def test_evaluations_run_beside_a_full_set_of_training_episodes() -> None:
         assert e.capacity.buffered == 0, "what is never trained on holds up nothing"
 
 
-def test_the_end_cancels_what_runs_and_waits_for_it() -> None:
+def test_an_interrupt_ends_the_wait_and_the_end_cancels_what_runs() -> None:
+    with pytest.raises(RuntimeError):  # it was not started
+        WorkflowExecutor(None, RolloutConfig()).submit({}, Doing())  # type: ignore[call-arg]
     workflow = Gated()
     with executor() as e:
         for item in items(3):
             e.submit(item, workflow, group_size=2)
         until(lambda: len(workflow.waiting) == 6)
-    assert sorted(workflow.cancelled) == [0, 0, 1, 1, 2, 2]
-    assert e.rejected == {}, "what was cancelled has not failed"
-
-
-def test_an_interrupt_ends_the_wait() -> None:
-    with pytest.raises(RuntimeError):  # it was not started
-        WorkflowExecutor(None, RolloutConfig()).submit({}, Doing())  # type: ignore[call-arg]
-    workflow = Gated()
-    with executor() as e:
-        e.submit({"n": 1}, workflow)
         threading.Timer(0.1, e.interrupt).start()
         with pytest.raises(InterruptedError):
             e.wait(1)
@@ -435,6 +421,8 @@ def test_an_interrupt_ends_the_wait() -> None:
             e.submit({"n": 2}, workflow)
         with pytest.raises(InterruptedError):
             e.prepare_batch(items(3), workflow)
+    assert sorted(workflow.cancelled) == [0, 0, 1, 1, 2, 2]
+    assert e.rejected == {}, "what was cancelled has not failed"
 
 
 def test_several_callers_at_once_each_get_their_own_results() -> None:

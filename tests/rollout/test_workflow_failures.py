@@ -1,4 +1,4 @@
-"""Episodes that fail, in every way: each costs itself alone, and too many in a row end the run."""
+"""Episodes that fail in any way, or whose results cannot be trained on: each costs itself alone."""
 
 from __future__ import annotations
 

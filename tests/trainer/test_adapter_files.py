@@ -17,13 +17,7 @@ from any_agent.demo.models.tiny import save_tiny_model
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import published_versions, weights_folder
 from tests.support.errors import fails_with
-from tests.support.trainer.adapters import (
-    CONFIG,
-    LORA,
-    row_logprobs,
-    stirred,
-    train,
-)
+from tests.support.trainer.adapters import CONFIG, LORA, row_logprobs, stirred, train
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, assert_same_outcome, config_of, outcome
 from tests.support.trainer.policies import random_rows

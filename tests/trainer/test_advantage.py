@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from any_agent.config import TrainConfig
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
-from trainer.advantage import (
-    STD_FLOOR,
-    SessionRewards,
-    estimate_advantages,
-    group_advantages,
-)
+from trainer.advantage import STD_FLOOR, SessionRewards, estimate_advantages, group_advantages
 
 
 def session(*rewards: float, counted: list[bool] | None = None) -> SessionRewards:
@@ -190,47 +185,25 @@ REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=4)
 GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-def build(groups: list[list[list[float]]]) -> list[list[SessionRewards]]:
-    return [[session(*rewards) for rewards in group] for group in groups]
-
-
-@pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
-@given(GROUPS)
-@pytest.mark.service
-def test_dropping_zero_variance_groups_first_changes_nothing(
-    estimator: str, normalize_std: str, groups: list[list[list[float]]]
-) -> None:
-    built, c = build(groups), config(estimator, normalize_std=normalize_std)
-    got = estimate_advantages(built, c)
-    stays = [k for k, g in enumerate(got) if not g.zero_variance]
-    assert estimate_advantages([built[k] for k in stays], c) == [got[k] for k in stays]
-
-
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 @given(GROUPS, st.randoms())
 @pytest.mark.service
-def test_the_order_of_groups_and_sessions_changes_nothing(
+def test_neither_order_nor_groups_without_variance_change_an_advantage(
     estimator: str, normalize_std: str, groups: list[list[list[float]]], r: random.Random
 ) -> None:
-    built, c = build(groups), config(estimator, normalize_std=normalize_std)
+    built = [[session(*rewards) for rewards in group] for group in groups]
+    c = config(estimator, normalize_std=normalize_std)
+    got = estimate_advantages(built, c)
+    assert all(math.isfinite(a) for g in got for of_session in g.advantages for a in of_session)
+    stays = [k for k, g in enumerate(got) if not g.zero_variance]
+    assert estimate_advantages([built[k] for k in stays], c) == [got[k] for k in stays]
     order = r.sample(range(len(built)), len(built))
     inner = [r.sample(range(len(group)), len(group)) for group in built]
-    got = estimate_advantages(built, c)
     shuffled = estimate_advantages([[built[k][s] for s in inner[k]] for k in order], c)
     for place, k in enumerate(order):
         assert shuffled[place].zero_variance is got[k].zero_variance
         for other, s in zip(shuffled[place].advantages, inner[k], strict=True):
             assert other == pytest.approx(got[k].advantages[s], abs=1e-12)
-
-
-@pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
-@given(GROUPS)
-@pytest.mark.service
-def test_advantages_are_finite(
-    estimator: str, normalize_std: str, groups: list[list[list[float]]]
-) -> None:
-    for got in estimate_advantages(build(groups), config(estimator, normalize_std=normalize_std)):
-        assert all(math.isfinite(a) for of_session in got.advantages for a in of_session)
 
 
 def test_torch_is_not_needed() -> None:

@@ -1,4 +1,4 @@
-"""Which sessions a step trains on, and why it leaves out the others."""
+"""Which sessions a step trains on, why it leaves out the others, and which groups teach nothing."""
 
 from __future__ import annotations
 

@@ -16,13 +16,7 @@ from any_agent.workflow import GroupedRolloutWorkflow
 from tests.support.errors import fails_with
 from tests.support.trainer.datasets import Alternating, DataLab
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import (
-    Lab,
-    Method,
-    assert_same_outcome,
-    config_of,
-    outcome,
-)
+from tests.support.trainer.loop import Lab, Method, assert_same_outcome, config_of, outcome
 from trainer import loop
 from trainer.manifests import ManifestStore
 

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
 from any_agent.errors import ConfigError
@@ -53,27 +51,6 @@ def test_a_token_on_policy_weighs_its_importance_which_is_capped(
     assert mismatch is None or stats.mismatch == pytest.approx(mismatch)
 
 
-@pytest.mark.parametrize(
-    ("rho", "advantage", "expected", "moves", "low", "high"),
-    [
-        (1.2, 1.0, -1.2, True, 0, 0),
-        (1.3, 1.0, -1.28, False, 0, 1),
-        (1.3, -1.0, 1.3, True, 0, 0),
-        (0.7, 1.0, -0.7, True, 0, 0),
-        (0.7, -1.0, 0.8, False, 1, 0),
-        (0.9, -1.0, 0.9, True, 0, 0),
-    ],
-)
-def test_the_clip_bounds_the_ratio_on_both_sides(
-    rho: float, advantage: float, expected: float, moves: bool, low: int, high: int
-) -> None:
-    prox = -2.0
-    loss, slope, stats = one(logprob=prox + math.log(rho), prox=prox, mu=prox, advantage=advantage)
-    assert loss == pytest.approx(expected)
-    assert slope == pytest.approx(-rho * advantage if moves else 0.0)
-    assert (stats.clipped_low, stats.clipped_high) == (low, high)
-
-
 @pytest.mark.parametrize("error", [0.0, 0.3])
 def test_the_mismatch_of_fresh_tokens_is_measured_without_old_tokens(error: float) -> None:
     logprobs, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0 - error, -1.0])
@@ -82,25 +59,6 @@ def test_the_mismatch_of_fresh_tokens_is_measured_without_old_tokens(error: floa
     assert means["mismatch"] > 0.2
     expected = (math.exp(error) - error - 1) / 2
     assert means["mismatch_fresh"] == pytest.approx(expected, abs=1e-6)
-
-
-@given(
-    st.lists(st.tuples(*[st.floats(-6, 0)] * 3, st.floats(-3, 3)), min_size=2, max_size=9),
-    st.data(),
-)
-def test_shares_of_any_split_add_up(
-    tokens: list[tuple[float, float, float, float]], data: st.DataObject
-) -> None:
-    cut = data.draw(st.integers(1, len(tokens) - 1))
-
-    def run(part: list[tuple[float, float, float, float]]) -> LossStats:
-        lp, prox, mu, a = (torch.tensor(c, dtype=torch.float64) for c in zip(*part, strict=True))
-        config = LossConfig()
-        inputs = LossInputs(mu, a, proximal=prox)
-        return GRPO(lp, inputs, total_tokens=len(tokens), config=config, entropies=-lp)[1]
-
-    whole, parts = run(tokens).means(), (run(tokens[:cut]) + run(tokens[cut:])).means()
-    assert whole == pytest.approx(parts, abs=1e-12)
 
 
 @pytest.mark.parametrize("which", ["logprobs", "behaviour", "advantages", "proximal"])

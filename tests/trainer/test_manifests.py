@@ -1,4 +1,4 @@
-"""Manifests are read back as they were written, and missed where one is missing."""
+"""Manifests, and the sampled sessions beside them, are read back as they were written."""
 
 from __future__ import annotations
 

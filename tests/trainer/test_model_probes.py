@@ -1,4 +1,4 @@
-"""A model whose layers torch.compile fuses computes what it did, or it is left as it was."""
+"""What a model is tried for at load: fused layers, and rows that others beside them change."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from any_agent.config import TrainConfig
+from any_agent.errors import ConfigError
+from tests.support.errors import fails_with
 from tests.support.extend_page import run_code_of
 from tests.support.trainer.episodes import session
 from tests.support.trainer.loop import Lab, config_of
@@ -69,3 +71,9 @@ def test_a_step_trains_with_an_estimator_and_a_loss_of_the_user(
     assert line["loss"] == pytest.approx(expected, rel=1e-4)
     start = model.state_dict().values()
     assert not all(torch.equal(a, b) for a, b in zip(lab.weights(), start, strict=False))
+
+
+def test_an_unknown_name_ends_the_trainer_at_its_start(tmp_path: Path) -> None:
+    for setting in ("train.advantage_estimator=gppo", "train.loss=gppo"):
+        with fails_with(ConfigError, setting):
+            Lab(config_of([f"root={tmp_path}"], setting), [])

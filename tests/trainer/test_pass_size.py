@@ -16,16 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.support.trainer.activations import kept
 from tests.support.trainer.policies import small_policy
 from trainer.model import PolicyConfig
-from trainer.pass_size import (
-    CPU_TOKENS,
-    GPU_SHARE,
-    GPU_TOKENS,
-    fitting,
-    pass_tokens,
-    token_bytes,
-)
+from trainer.pass_size import CPU_TOKENS, GPU_SHARE, GPU_TOKENS, fitting, pass_tokens, token_bytes
 
 SHAPES: dict[str, Any] = {
     "27M": Qwen3Config(
@@ -55,24 +49,6 @@ def test_passes_on_a_cpu_have_the_length_that_was_measured_to_be_best() -> None:
         assert chosen(SHAPES[name]) == tokens
         assert chosen(SHAPES[name], gradient_checkpointing=True) == CPU_TOKENS[1]
     assert chosen(EIGHT_B) == CPU_TOKENS[0], "the shortest ones, for a large model"
-
-
-def kept(model: Any, tokens: int) -> int:
-    """Bytes that autograd keeps of a forward pass, each memory once, weights aside."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-    held = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(found.values())
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -98,7 +98,7 @@ OF_ADAPTERS: dict[str, Callable[[Path, Path], Any]] = {
 PLANTED = r"""
 the label's own hidden state | padded
     packing: cat([own - 1 + place -> cat([own + place
-shifted mask | dense + trl
+shifted mask | dense + padded
     rows: = row["loss_mask"].nonzero()[:, 0] -> = row["loss_mask"][:-1].nonzero()[:, 0] + 1
 missing temperature | dense + trl
     logprobs: None), temperatures[edges]) -> None), torch.ones_like(temperatures[edges]))

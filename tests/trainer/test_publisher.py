@@ -1,4 +1,4 @@
-"""The last weights go to ranks that join, and training waits for none of them."""
+"""Versions are reserved on disk and never used twice; the last weights go to ranks that join."""
 
 from __future__ import annotations
 

@@ -207,12 +207,13 @@ def equals_the_formula(name: str, seed: int = 0) -> None:
     assert stats.is_masked == sum(gone)
     assert stats.is_capped == sum(b and not g for g, b in zip(gone, beyond, strict=True))
     assert sum(behind) > 0 or c.off_policy_threshold is None
-    if c.dual_clip is not None:
-        rho = [math.exp(t.ratio if c.name == "gspo" else t.now - t.old) for t in tokens]
-        pairs = list(zip(rho, tokens, strict=True))
-        high = [x > (1 + c.eps_high if t.a > 0 else c.dual_clip) for x, t in pairs]
-        assert stats.clipped_high == sum(high)
-        assert any(h and t.a < 0 for h, (_, t) in zip(high, pairs, strict=True))
+    if c.name in ("grpo", "gspo"):
+        rho = [(math.exp(t.ratio if c.name == "gspo" else t.now - t.old), t.a) for t in tokens]
+        low = sum(x < 1 - c.eps_low for x, a in rho if a < 0)
+        high = sum(x > 1 + c.eps_high for x, a in rho if a > 0)
+        beyond_dual = sum(x > (c.dual_clip or math.inf) for x, a in rho if a < 0)
+        assert (stats.clipped_low, stats.clipped_high) == (low, high + beyond_dual)
+        assert low and high and bool(beyond_dual) is (c.dual_clip is not None)
     if c.kl_coef:
         assert stats.kl == pytest.approx(sum(kl(t, c.kl_estimator)[0] for t in tokens))
 

@@ -45,18 +45,8 @@ from torch import Tensor
 
 from any_agent.config import TrainConfig
 from benchmarks.peers.trl_trainer import Completions, trl_trainer
-from tests.support.trainer.policies import (
-    VOCAB,
-    assert_same,
-    gradients,
-    row_of,
-    small_policy,
-)
-from trainer.advantage import (
-    SessionRewards,
-    estimate_advantages,
-    overlong_penalty,
-)
+from tests.support.trainer.policies import VOCAB, assert_same, gradients, row_of, small_policy
+from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
 from trainer.batch import weighted
 from trainer.from_config import loss_config
 from trainer.kl_reward import found_divergences, less_divergence

@@ -58,8 +58,13 @@ async def proxy(serve: Serve, scripted: ScriptedEngine) -> Proxy:
 
 
 @pytest.fixture
-async def real_proxy(serve: Serve, embedded: EmbeddedEngine) -> AsyncIterator[Proxy]:
-    """On the embedded engine with a random tiny model."""
+async def engine_url(embedded: EmbeddedEngine) -> AsyncIterator[str]:
+    """Of the embedded engine with a random tiny model."""
     runner, port = await listen(EngineServer(embedded, incremental=True), "127.0.0.1", 0)
-    yield await serve(f"http://127.0.0.1:{port}")
+    yield f"http://127.0.0.1:{port}"
     await runner.cleanup()
+
+
+@pytest.fixture
+async def real_proxy(serve: Serve, engine_url: str) -> Proxy:
+    return await serve(engine_url)

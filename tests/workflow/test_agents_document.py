@@ -53,7 +53,10 @@ async def test_the_documented_session_by_hand_exports_its_reward(proxy: Proxy) -
 async def test_the_documented_episode_of_a_subclass_shapes_its_reward(proxy: Proxy) -> None:
     names: dict[str, Any] = {}
     exec(EPISODE, names)
-    service = AgentService(proxy.url, lambda: ADMIN)
+    workflow = names["Shaped"](
+        agent=MyAgent(turns=2), proxy_addr=f"{proxy.url}/v1", admin_api_key=ADMIN, discount=0.5
+    )
     item = {"messages": HELLO, "hints": ["it is small"]}
-    result = await names["Shaped"].of(MyAgent(), service).arun_episode(None, item)
-    assert [interaction.reward for interaction in result.values()] == [pytest.approx(0.9)]
+    result = await workflow.arun_episode(None, item)
+    assert [one.reward for one in result.values()] == pytest.approx([0.45, 0.9])
+    assert proxy.service.sessions.grants.left == 0

@@ -12,6 +12,7 @@ from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
 from any_agent.types import Trajectory
 from any_agent.workflow import EpisodeResult, GroupedRolloutWorkflow, RolloutWorkflow
 from tests.support.errors import fails_with
+from tests.support.waiting import until
 from tests.support.workflow.tensors import interaction, tensors
 
 
@@ -20,24 +21,19 @@ class Counted(RolloutWorkflow):
 
     def __init__(self, answer: Callable[[int], Any], size: int) -> None:
         self.answer = answer
-        self.started = self.ended = self.cancelled = 0
+        self.started = self.cancelled = 0
         self.meet = asyncio.Barrier(size)
-        self.all_started = asyncio.Event()
-        self.size = size
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult | None:
         number = self.started
         self.started += 1
-        if self.started == self.size:
-            self.all_started.set()
         try:
             await self.meet.wait()
             await asyncio.sleep(0)
-            result = self.answer(number)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        self.ended += 1
+        result = self.answer(number)
         if isinstance(result, Exception):
             raise result
         return result
@@ -85,24 +81,16 @@ async def test_a_failed_run_costs_itself_alone() -> None:
 
 
 async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
-    def answer(k: int) -> Any:
-        if k == 0:
-            raise SystemExit(3)
-        return tensors([1, 2, 3])
-
-    assert (await run(answer))["input_ids"].shape == (3, 3)
-    group = GroupedRolloutWorkflow(Counted(lambda _: exit(3), 1), 1)
+    merged = await run(lambda k: tensors([1, 2, 3]) if k else exit(3))
+    assert merged["input_ids"].shape == (3, 3)
     with fails_with(RuntimeError, "SystemExit"):
-        await group.arun_episode(None, {})
+        await run(lambda _: exit(3), 1)
 
 
 async def test_cancelling_a_group_cancels_all_its_runs() -> None:
-    workflow = Counted(lambda _: None, 4)
-    workflow.meet = asyncio.Barrier(5)
-    group = GroupedRolloutWorkflow(workflow, 4)
-    task = asyncio.create_task(group.arun_episode(None, {}))
-    async with asyncio.timeout(60):
-        await workflow.all_started.wait()
+    workflow = Counted(lambda _: None, 5)
+    task = asyncio.create_task(GroupedRolloutWorkflow(workflow, 4).arun_episode(None, {}))
+    await until(lambda: workflow.started == 4)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

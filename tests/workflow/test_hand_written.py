@@ -27,6 +27,7 @@ from any_agent.config import RolloutConfig
 from any_agent.workflow import rows_of
 from tests.support.in_thread import served_in_thread
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.workflow.tensors import tensors
 
 MESSAGES = [{"role": "user", "content": "What is 2 and 3?"}]
 AGAIN = "That is wrong. Try again."
@@ -140,14 +141,8 @@ def test_a_hand_written_workflow_is_collected_exact_to_the_token(
             assert batch["versions"].tolist() == [[7 if t else -1 for t in trained]]
             assert (batch["logprobs"] < 0).int().tolist() == [trained]
             assert batch["rewards"].tolist() == pytest.approx([0.81])
-            assert {n: v.dtype for n, v in batch.items()} == {
-                "input_ids": torch.int32,
-                "logprobs": torch.float32,
-                "loss_mask": torch.int32,
-                "versions": torch.int32,
-                "rewards": torch.float32,
-                "attention_mask": torch.bool,
-            }
+            documented = {name: value.dtype for name, value in tensors(seq).items()}
+            assert {name: value.dtype for name, value in batch.items()} == documented
             ((row, _),) = rows_of(batch, newest=7, vocab_size=380)
             assert row["input_ids"].tolist() == seq
     assert MESSAGES == [{"role": "user", "content": "What is 2 and 3?"}], "each run has its copy"

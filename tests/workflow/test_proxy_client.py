@@ -1,4 +1,4 @@
-"""One session by its documented life, and what the network does to it."""
+"""One session by its documented life, over a bad network, and after the end of its script."""
 
 from __future__ import annotations
 

@@ -13,13 +13,7 @@ from any_agent.config import TrainConfig
 from any_agent.errors import InvalidTrajectory
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward, propagate_rewards
 from any_agent.types import SampledSession, Trajectory
-from any_agent.workflow import (
-    checked_tensors,
-    concat_padded_tensors,
-    kind_of,
-    rows_of,
-    tensors_of,
-)
+from any_agent.workflow import checked_tensors, concat_padded_tensors, kind_of, rows_of, tensors_of
 from tests.support.errors import fails_with
 from tests.support.workflow.tensors import interaction, tensors
 from trainer.batch import training_batch, versions_in

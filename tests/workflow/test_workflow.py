@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, ServiceUnavailable
 from any_agent.record import pack_trajectories
 from any_agent.types import Trajectory
 from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
+from tests.support.errors import fails_with
 
 
 class ScriptedClient(RLClient):
@@ -54,4 +55,13 @@ async def test_a_proxy_workflow_refuses_dataset_items_and_has_its_own_name() -> 
         await workflow.arun_episode(None, {"messages": []})
     assert len(await workflow.arun_episode(None, None)) == 1
     assert client.asked == [(workflow.owner, 30.0, 1)]
-    assert workflow.owner != ProxyWorkflow("http://127.0.0.1:9/v1").owner
+    assert workflow.owner != ProxyWorkflow(client).owner
+
+
+async def test_a_proxy_workflow_can_be_made_from_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lease(client: RLClient, *, owner: str, wait: float) -> bytes:
+        raise ServiceUnavailable(f"{client.url} {owner}")
+
+    monkeypatch.setattr(RLClient, "lease", lease)
+    with fails_with(ServiceUnavailable, "http://127.0.0.1:9 me"):
+        await ProxyWorkflow("http://127.0.0.1:9/v1", owner="me").arun_episode(None, None)

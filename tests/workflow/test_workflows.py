@@ -16,7 +16,6 @@ from any_agent.chat import ChatFormat
 from any_agent.engine import EnginePool
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model_loader import load_model
-from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.errors import ConfigError, ContextLengthExceeded
 from any_agent.rewards.async_wrapper import RewardFailed
 from any_agent.runtime import worker_pool as workers
@@ -46,11 +45,9 @@ def _processes() -> Iterator[None]:
 
 
 @pytest.fixture
-async def pool(embedded: EmbeddedEngine, chat: ChatFormat) -> AsyncIterator[EnginePool]:
-    runner, port = await listen(EngineServer(embedded, incremental=True), "127.0.0.1", 0)
-    async with EnginePool([f"http://127.0.0.1:{port}"], decode=chat.decode) as pool:
+async def pool(engine_url: str, chat: ChatFormat) -> AsyncIterator[EnginePool]:
+    async with EnginePool([engine_url], decode=chat.decode) as pool:
         yield pool
-    await runner.cleanup()
 
 
 def worst(models: list[Any], result: dict[str, torch.Tensor], temperature: float) -> float:

@@ -14,24 +14,20 @@ import pytest
 import torch
 
 from any_agent import GRPOConfig, MultiTurnWorkflow, load_expr_config, stats_tracker
-from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.workflow import RolloutWorkflow, resolve_workflow
 from any_agent.workflow.tensor_checks import PER_ROW, PER_TOKEN, REQUIRED
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "workflows.md").read_text()
 
 
-async def test_the_documented_workflow_collects_its_groups(tiny_model_dir: Path) -> None:
+async def test_the_documented_workflow_collects_its_groups(
+    tiny_model_dir: Path, engine_url: str
+) -> None:
     code = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
     names: dict[str, Any] = {"__name__": "arithmetic"}
     exec(compile(code, "docs/how-to/workflows.md", "exec"), names)
     stats_tracker.export_all()
-    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
-        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{port}"
-        groups = await asyncio.to_thread(names["main"], url, str(tiny_model_dir))
-        await runner.cleanup()
+    groups = await asyncio.to_thread(names["main"], engine_url, str(tiny_model_dir))
     assert len(groups) == 4
     for group in groups:
         assert len(group["rewards"]) == 4

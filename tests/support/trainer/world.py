@@ -42,31 +42,17 @@ def together(
     *arguments: Any,
     dying: Sequence[int] = (),
     stopped: Sequence[int] = (),
+    again: bool = True,
 ) -> list[Any]:
     """What ``case(world, *arguments)``, a module's function, returns in each process, by rank;
     of those ``dying`` or ``stopped`` nothing is expected.
 
     Raises Died with the traceback of a process in which it failed. If native code crashed, it is
-    tried a second time with a warning: glibc once found torch's heap damaged on one machine, which
+    tried ``again`` with a warning: glibc once found torch's heap damaged on one machine, which
     twenty runs under its checks did not show again.
     """
-    try:
-        return _together(size, case, arguments, dying, stopped)
-    except Crashed as crash:
-        warnings.warn(f"{case.__name__}: {crash}; tried again", stacklevel=2)
-        return _together(size, case, arguments, dying, stopped)
-
-
-def _together(
-    size: int,
-    case: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    dying: Sequence[int],
-    stopped: Sequence[int],
-) -> list[Any]:
-    port = own_port()
+    port, context = own_port(), _context()
     ends = []
-    context = _context()
     for rank in range(size):
         ours, theirs = context.Pipe()
         process = context.Process(
@@ -82,10 +68,15 @@ def _together(
             ends[rank][0].join(_WITHIN)
             assert not ends[rank][0].is_alive(), f"rank {rank} did not die"
         return results
+    except Crashed as crash:
+        if not again:
+            raise
+        warnings.warn(f"{case.__name__}: {crash}; tried again", stacklevel=2)
     finally:
         for process, _ in ends:
             process.kill()
             process.join()
+    return together(size, case, *arguments, dying=dying, stopped=stopped, again=False)
 
 
 def _result(rank: int, process: ForkServerProcess, ours: Connection) -> Any:

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.trainer.policies import row_of
 from tests.support.trainer.trees import tree_rows
-from trainer.packing import (
-    balanced,
-    balanced_tries,
-    idle_pass,
-    in_common,
-    tree_passes,
-    tree_shape,
-)
+from trainer.packing import balanced, balanced_tries, idle_pass, in_common, tree_passes, tree_shape
 from trainer.rows import Row
 
 
