@@ -344,7 +344,7 @@ async def test_an_unexpected_failure_is_an_answer(
     for part, path in (
         ("prepare", "/v1/chat/completions"),
         ("run", "/v1/chat/completions"),
-        ("run", "/v1/messages"),
+        ("find", "/v1/messages"),
         ("find", "/v1/messages/count_tokens"),
     ):
         with monkeypatch.context() as patched:

@@ -102,9 +102,6 @@ async def test_an_answer_that_was_delivered_stays_delivered(
     assert await agent.end() == expected
 
 
-# -- when something goes wrong meanwhile -----------------------------------------------------------
-
-
 async def test_a_failing_search_of_the_store_hides_no_unheard_answer(
     restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +148,11 @@ async def test_a_failing_mark_in_the_store_hides_no_unheard_answer(
         assert await agent.end() == [None]
 
 
-async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask for the answer again, and be gone before it is looked for."""
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_retry_whose_client_is_gone_already_is_retried(
+    restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    agent = await unheard(restart, engine, stream=stream)
     asked: list[Request] = []
 
     def noted(request: Request, body: bytes) -> Any:
@@ -170,14 +170,6 @@ async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: asked)
         await hang_up(again)
         await agent.vacant()
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_retry_whose_client_is_gone_already_is_retried(
-    restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    agent = await unheard(restart, engine, stream=stream)
-    await leave_unheard(agent, monkeypatch)
     (recorded,) = await agent.recorded()
     assert recorded.id in (await agent.ask(2)).text
     assert len(engine.requests) == 1

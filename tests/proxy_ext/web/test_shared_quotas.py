@@ -93,9 +93,6 @@ def killed_while_it_holds(run: Run) -> int:
             process.kill()
 
 
-# -- open sessions ---------------------------------------------------------------------------------
-
-
 async def test_all_ranks_together_never_open_more_sessions_than_the_limit(run: Run) -> None:
     """Eight ranks open and end sessions at random, and some openers leave."""
     ranks, chance = await run.ranks(open_sessions=LIMIT), random.Random(1)
@@ -171,10 +168,7 @@ async def test_a_killed_rank_counts_until_its_next_process_ends_the_sessions(run
 
 
 async def test_a_rank_that_was_replaced_is_not_heard(run: Run) -> None:
-    old, new = (
-        await run.rank(claim=7, open_sessions=LIMIT),
-        await run.rank(claim=8, open_sessions=LIMIT),
-    )
+    old, new = [await run.rank(claim=claim, open_sessions=LIMIT) for claim in (7, 8)]
     assert await old.begin()
     assert await new.begin()
     assert await old.begin(), "by its share"
@@ -202,9 +196,6 @@ async def test_a_rank_that_is_silent_for_good_is_forgotten(run: Run) -> None:
     assert await here.begin()
     assert set(run.stored("open")) == {"total", "1"}
     assert run.total == 1
-
-
-# -- rates -----------------------------------------------------------------------------------------
 
 
 async def test_requests_of_all_ranks_keep_the_rate(run: Run) -> None:
@@ -278,9 +269,6 @@ async def test_a_call_costs_one_round_trip_and_an_operator_none(
     assert seen[3:] == []
 
 
-# -- a Redis that is away --------------------------------------------------------------------------
-
-
 async def test_without_redis_each_rank_enforces_its_share(run: Run) -> None:
     ranks = await run.ranks(open_sessions=LIMIT, requests_per_second=RATE)
     first, second, *others = ranks
@@ -309,10 +297,7 @@ async def test_without_redis_each_rank_enforces_its_share(run: Run) -> None:
 
 
 async def test_a_redis_that_lost_everything_is_told_again(run: Run) -> None:
-    first, second = (
-        await run.rank(0, open_sessions=LIMIT),
-        await run.rank(1, open_sessions=LIMIT),
-    )
+    first, second = [await run.rank(number, open_sessions=LIMIT) for number in (0, 1)]
     for _ in range(30):
         assert await first.begin()
     with run.server.client() as client:
