@@ -16,6 +16,7 @@ from any_agent.record import InteractionTree
 from any_agent.types import Continuation
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import hang_up
 
 if TYPE_CHECKING:
     from any_agent.engine.embedded.engine import EmbeddedEngine
@@ -112,14 +113,13 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
 async def test_hanging_up_frees_the_real_engine(
     start: Start, tiny_model_dir: Path, stream: bool
 ) -> None:
-    from tests.proxy_ext.calls.test_faults import hang_up, raw_call
-
     async with on_a_real_engine(start, tiny_model_dir) as (engine, proxy):
         session = await proxy.open(mode="eval")
         await engine.pause("in_place")
-        writer = await raw_call(proxy, session["api_key"], stream=stream, max_tokens=1500)
+        call = proxy.call(session["api_key"], stream=stream, max_tokens=1500)
+        asked = asyncio.create_task(call)
         await until(lambda: sum(engine.loop.load) == 1)
-        hang_up(writer)
+        await hang_up(asked)
         await engine.resume()
         await until(lambda: sum(engine.loop.load) == 0)
         assert await proxy.recorded(session["session_id"]) == []
