@@ -58,7 +58,7 @@ async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(
             await _a_session(rank.http)
             slowest = max(slowest, time.monotonic() - began)
         assert (await rank.http.get("/readyz")).status_code == 200
-        dropped = await _dropped(rank.http)
+        dropped = (await litellm.events_counted(rank.http))["dropped"]
         ended = time.monotonic()
     ended = time.monotonic() - ended
     print(f"{SESSIONS} sessions, the slowest {slowest:.2f} s; {dropped:.0f} events dropped")
@@ -78,10 +78,3 @@ async def _a_session(http: httpx.AsyncClient) -> None:
     for request, body in (("set_reward", {"reward": 0.5}), ("finalize", {})):
         answer = await http.post(f"/rl/v1/{request}", json=body, headers=key)
         assert answer.status_code == 200, answer.text
-
-
-async def _dropped(http: httpx.AsyncClient) -> float:
-    """Return the number of events that the rank says it has dropped."""
-    name = 'any_agent_litellm_events_total{outcome="dropped",'
-    lines = (await http.get("/metrics")).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
