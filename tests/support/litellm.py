@@ -17,6 +17,7 @@ import yaml
 from any_agent.chat import load_chat_format
 from tests.support.fake_provider import Provider
 from tests.support.ports import own_port
+from tests.support.proxy import HELLO
 from tests.support.real_parts import (
     await_url,
     in_a_thread,
@@ -237,3 +238,20 @@ async def session(http: httpx.AsyncClient, **fields: Any) -> dict[str, str]:
     response = await http.post("/rl/v1/start_session", json={"mode": "eval", **fields})
     assert response.status_code == 200, response.text
     return {"Authorization": f"Bearer {response.json()['api_key']}"}
+
+
+async def call(
+    http: httpx.AsyncClient, key: dict[str, str], model: str, **fields: Any
+) -> httpx.Response:
+    """Return the answer to a chat call, which is no refusal."""
+    body = {"model": model, "messages": HELLO, "max_tokens": 4, **fields}
+    answer = await http.post("/v1/chat/completions", json=body, headers=key)
+    assert answer.status_code == 200, (model, answer.text)
+    return answer
+
+
+async def end(http: httpx.AsyncClient, key: dict[str, str]) -> None:
+    """Give a session half a point, and end it."""
+    for path, body in (("set_reward", {"reward": 0.5}), ("finalize", {})):
+        answer = await http.post(f"/rl/v1/{path}", json=body, headers=key)
+        assert answer.status_code == 200, answer.text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 import pytest
 
@@ -12,6 +10,7 @@ from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_metrics import scrape
+from tests.support.frozen import BODIES
 from tests.support.openai_agent import CALL
 from tests.support.openai_agent import CHAT_TOOLS as TOOLS
 from tests.support.proxy import HELLO, Proxy
@@ -21,12 +20,6 @@ from tests.support.scripted_engine import ScriptedEngine
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HELLO},
-    "/v1/completions": {"prompt": "hello"},
-    "/v1/responses": {"input": "hello"},
-    "/v1/messages": {"messages": HELLO, "max_tokens": 4},
-}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -56,14 +56,13 @@ async def test_a_used_answer_of_an_earlier_process_is_trained_on(
     restart: Restart, engine: ScriptedEngine, how: str
 ) -> None:
     agent = await unheard(restart, engine)
-    proxy = agent.proxy
     (recorded,) = await agent.recorded()
     if how == "continued":
         messages = [*HELLO, recorded.output_message, {"role": "user", "content": "And?"}]
-        await proxy.complete(agent.key, messages)
+        await agent.proxy.complete(agent.key, messages)
     else:
         reward = {"reward": 1.0, "completion_id": recorded.id}
-        assert (await proxy.post("/rl/v1/set_reward", reward, agent.key)).status_code == 200
+        assert (await agent.proxy.post("/rl/v1/set_reward", reward, agent.key)).is_success
     assert set(await agent.end()) == {None}
 
 
