@@ -61,7 +61,7 @@ async def test_bodies_are_read_strictly(proxy: Proxy) -> None:
     ]
     for path, key, rows in (
         ("/rl/v1/start_session", None, [*bodies, *of_rl]),
-        ("/rl/v1/set_reward", session["api_key"], [*bodies, *of_rl]),
+        ("/rl/v1/set_reward", session["api_key"], [*bodies, *of_rl, (b"", "invalid_request")]),
         (CHAT, session["api_key"], [*bodies, (b"", "invalid_json")]),
     ):
         for body, code in rows:
