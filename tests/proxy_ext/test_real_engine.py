@@ -15,6 +15,7 @@ from any_agent.record import InteractionTree
 from any_agent.types import Continuation
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
+from tests.support.retries import hang_up
 
 if TYPE_CHECKING:
     from any_agent.engine.embedded.engine import EmbeddedEngine
@@ -105,6 +106,22 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     assert exact >= 6
     assert len(versions) > 1
     assert max(versions) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hanging_up_frees_the_real_engine(
+    start: Start, tiny_model_dir: Path, stream: bool
+) -> None:
+    async with on_a_real_engine(start, tiny_model_dir) as (engine, proxy):
+        session = await proxy.open(mode="eval")
+        await engine.pause("in_place")
+        call = proxy.call(session["api_key"], stream=stream, max_tokens=1500)
+        asked = asyncio.create_task(call)
+        await until(lambda: sum(engine.loop.load) == 1)
+        await hang_up(asked)
+        await engine.resume()
+        await until(lambda: sum(engine.loop.load) == 0)
+        assert await proxy.recorded(session["session_id"]) == []
 
 
 async def test_answers_that_spell_special_tokens_come_back_as_plain_text(

@@ -7,16 +7,19 @@ stream can be `held` after its first words.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
 import orjson
 from aiohttp import web
 
 Fault = Literal["500", "429", "401", "400", "context", "hang", "cut", "html", "truncated"]
+Made = tuple[dict[str, Any], list[bytes]]
+"""A whole answer, and the events of a streamed one."""
+Answer = Callable[[dict[str, Any], list[str]], Made]
 PROMPT_TOKENS = 7
 _ERRORS: dict[str, tuple[int, dict[str, Any]]] = {
     "500": (500, {"message": "the provider broke", "type": "server_error", "code": None}),
@@ -74,12 +77,8 @@ class Provider:
     async def serve(self) -> AsyncIterator[str]:
         """Its base URL, without `/v1`."""
         app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._text)
-        app.router.add_post("/v1/responses", self._responses)
-        app.router.add_post("/v1/messages", self._messages)
-        app.router.add_post("/v1/embeddings", self._embeddings)
-        app.router.add_post("/v1/images/generations", self._images)
+        for path, answer in self._answers().items():
+            app.router.add_post(f"/v1/{path}", partial(self._handle, answer))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -92,9 +91,18 @@ class Provider:
             self._go.set()
             await runner.cleanup()
 
-    # ------------------------------------------------------------------------------------------
+    def _answers(self) -> dict[str, Answer]:
+        """By path what makes an answer of a body and words."""
+        return {
+            "chat/completions": self._chat,
+            "completions": self._text,
+            "responses": self._responses,
+            "messages": self._messages,
+            "embeddings": _embeddings,
+            "images/generations": _images,
+        }
 
-    async def _begin(self, request: web.Request) -> tuple[dict[str, Any], list[str], Fault | None]:
+    async def _handle(self, answer: Answer, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         self.requests.append((request.path, body, dict(request.headers)))
         fault = self._faults.popleft() if self._faults else None
@@ -105,9 +113,6 @@ class Provider:
                 self.left += 1
                 raise
         words = self._words.popleft() if self._words else ["Good", " enough", "."]
-        return body, words, fault
-
-    def _failed(self, request: web.Request, fault: Fault | None) -> web.Response | None:
         if fault == "html":
             return web.Response(text="<html>a gateway</html>", content_type="text/html")
         if fault in _ERRORS:
@@ -116,7 +121,12 @@ class Provider:
             said = {**error, "message": str(error["message"]).replace("KEY", key.split(" ")[-1])}
             headers = {"retry-after": "7"} if status == 429 else {}
             return web.json_response({"error": said}, status=status, headers=headers)
-        return None
+        whole, events = answer(body, words)
+        if body.get("stream"):
+            return await self._stream(request, events, fault)
+        if answer is _images:
+            await self._go.wait()
+        return web.json_response(whole)
 
     async def _stream(
         self, request: web.Request, events: list[bytes], fault: Fault | None
@@ -140,210 +150,125 @@ class Provider:
         await response.write_eof()
         return response
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body, words, fault = await self._begin(request)
-        if (failed := self._failed(request, fault)) is not None:
-            return failed
+    def _chat(self, body: dict[str, Any], words: list[str]) -> Made:
         number = len(self.requests)
         head = {"id": f"chatcmpl-{number}", "created": 1700000000, "model": f"{body['model']}-0613"}
-        usage = _usage(words)
-        calls = self._calls()
-        if not body.get("stream"):
-            message: dict[str, Any] = {"role": "assistant", "content": "".join(words)}
-            if calls:
-                message = {"role": "assistant", "content": None, "tool_calls": calls}
-            choices = [
-                {"index": k, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
-                for k in range(body.get("n") or 1)
-            ]
-            answer = {**head, "object": "chat.completion", "choices": choices}
-            if self.said_usage:
-                answer["usage"] = usage
-            return web.json_response(answer)
-        head["object"] = "chat.completion.chunk"
+        usage = {"usage": _usage(words)} if self.said_usage else {}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(words)}
+        deltas: list[dict[str, Any]] = [{"content": word} for word in words]
+        reason = "stop"
+        if self.tool_call is not None:
+            reason, (name, arguments) = "tool_calls", self.tool_call
+            function = {"name": name, "arguments": arguments}
+            call = {"id": "call_1", "type": "function", "function": function}
+            message |= {"content": None, "tool_calls": [call]}
+            first = {**call, "index": 0, "function": {**function, "arguments": ""}}
+            parts = [{"index": 0, "function": {"arguments": part}} for part in arguments]
+            deltas = [{"tool_calls": [each]} for each in (first, *parts)]
+        choices = [
+            {"index": k, "message": message, "finish_reason": reason}
+            for k in range(body.get("n") or 1)
+        ]
+        steps = [({"role": "assistant", "content": ""}, None), *((each, None) for each in deltas)]
+        chunks = [
+            {"index": 0, "delta": delta, "finish_reason": end}
+            for delta, end in (*steps, ({}, reason))
+        ]
+        events = _chunks(body, {**head, "object": "chat.completion.chunk"}, chunks, usage)
+        return {**head, "object": "chat.completion", "choices": choices, **usage}, events
 
-        def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
-            choice = {"index": 0, "delta": delta, "finish_reason": reason}
-            return _data({**head, "choices": [choice]})
-
-        events = [chunk({"role": "assistant", "content": ""})]
-        if calls:
-            call = calls[0]
-            first = {**call, "index": 0, "function": {**call["function"], "arguments": ""}}
-            events.append(chunk({"tool_calls": [first]}))
-            for part in call["function"]["arguments"]:
-                delta = {"index": 0, "function": {"arguments": part}}
-                events.append(chunk({"tool_calls": [delta]}))
-            events.append(chunk({}, "tool_calls"))
-        else:
-            events += [chunk({"content": word}) for word in words]
-            events.append(chunk({}, "stop"))
-        if (body.get("stream_options") or {}).get("include_usage") and self.said_usage:
-            events.append(_data({**head, "choices": [], "usage": usage}))
-        events.append(b"data: [DONE]\n\n")
-        return await self._stream(request, events, fault)
-
-    def _calls(self) -> list[dict[str, Any]]:
-        if self.tool_call is None:
-            return []
-        name, arguments = self.tool_call
-        function = {"name": name, "arguments": arguments}
-        return [{"id": "call_1", "type": "function", "function": function}]
-
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        body, words, fault = await self._begin(request)
-        if (failed := self._failed(request, fault)) is not None:
-            return failed
+    def _text(self, body: dict[str, Any], words: list[str]) -> Made:
         head = {"id": "cmpl-1", "created": 1700000000, "model": body["model"]}
         head["object"] = "text_completion"
-        if not body.get("stream"):
-            choice = {"index": 0, "text": "".join(words), "finish_reason": "stop", "logprobs": None}
-            return web.json_response({**head, "choices": [choice], "usage": _usage(words)})
-        events = [
-            _data({**head, "choices": [{"index": 0, "text": word, "finish_reason": None}]})
-            for word in words
+        usage = {"usage": _usage(words)}
+        choice = {"index": 0, "text": "".join(words), "finish_reason": "stop", "logprobs": None}
+        chunks = [
+            {"index": 0, "text": word, "finish_reason": end}
+            for word, end in (*((word, None) for word in words), ("", "stop"))
         ]
-        events.append(
-            _data({**head, "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
-        )
-        if (body.get("stream_options") or {}).get("include_usage"):
-            events.append(_data({**head, "choices": [], "usage": _usage(words)}))
-        events.append(b"data: [DONE]\n\n")
-        return await self._stream(request, events, fault)
+        return {**head, "choices": [choice], **usage}, _chunks(body, head, chunks, usage)
 
-    async def _embeddings(self, request: web.Request) -> web.StreamResponse:
-        body, _, fault = await self._begin(request)
-        if (failed := self._failed(request, fault)) is not None:
-            return failed
-        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
-        data = [
-            {"object": "embedding", "index": k, "embedding": [0.5, -0.25, len(str(text)) / 8]}
-            for k, text in enumerate(texts)
-        ]
-        usage = {"prompt_tokens": PROMPT_TOKENS, "total_tokens": PROMPT_TOKENS}
-        return web.json_response(
-            {"object": "list", "data": data, "model": body["model"], "usage": usage}
-        )
-
-    async def _images(self, request: web.Request) -> web.StreamResponse:
-        _, _, fault = await self._begin(request)
-        if (failed := self._failed(request, fault)) is not None:
-            return failed
-        await self._go.wait()
-        usage: dict[str, Any] = {"input_tokens": PROMPT_TOKENS, "output_tokens": 4}
-        usage["total_tokens"] = PROMPT_TOKENS + 4
-        usage["input_tokens_details"] = {"text_tokens": PROMPT_TOKENS, "image_tokens": 0}
-        return web.json_response(
-            {"created": 1700000000, "data": [{"b64_json": "aW1hZ2U="}], "usage": usage}
-        )
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body, words, fault = await self._begin(request)
-        if (failed := self._failed(request, fault)) is not None:
-            return failed
-        number = len(self.requests)
+    def _responses(self, body: dict[str, Any], words: list[str]) -> Made:
         text = "".join(words)
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed"}
-        base = {
-            "id": f"resp_{number}",
-            "object": "response",
-            "created_at": 1700000000,
-            "model": body["model"],
-            "status": "in_progress",
-            "output": [],
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "error": None,
-            "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
-            "temperature": 1.0,
-            "top_p": 1.0,
-        }
+        done = {**item, "content": [part]}
+        base = {"id": f"resp_{len(self.requests)}", "object": "response", "model": body["model"]}
+        base |= {"created_at": 1700000000, "status": "in_progress", "output": [], "tools": []}
+        base |= {"parallel_tool_calls": True, "tool_choice": "auto", "metadata": {}}
+        base |= {"error": None, "incomplete_details": None, "instructions": None}
+        base |= {"temperature": 1.0, "top_p": 1.0}
         spent = _usage(words)
-        usage = {
-            "input_tokens": spent["prompt_tokens"],
-            "output_tokens": spent["completion_tokens"],
-            "total_tokens": spent["total_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0},
-        }
-        whole = {**base, "status": "completed", "output": [{**item, "content": [part]}]}
-        whole["usage"] = usage
-        if not body.get("stream"):
-            return web.json_response(whole)
+        usage: dict[str, Any] = {"input_tokens": spent["prompt_tokens"]}
+        usage["output_tokens"] = spent["completion_tokens"]
+        usage["total_tokens"] = spent["total_tokens"]
+        usage["input_tokens_details"] = {"cached_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
+        whole = {**base, "status": "completed", "output": [done], "usage": usage}
         at = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
-        plain: list[dict[str, Any]] = [
-            {"type": "response.created", "response": base},
-            {"type": "response.in_progress", "response": base},
-            {
-                "type": "response.output_item.added",
-                "output_index": 0,
-                "item": {**item, "status": "in_progress", "content": []},
-            },
-            {
-                "type": "response.content_part.added",
-                **at,
-                "part": {"type": "output_text", "text": "", "annotations": []},
-            },
-            *({"type": "response.output_text.delta", **at, "delta": word} for word in words),
-            {"type": "response.output_text.done", **at, "text": text},
-            {"type": "response.content_part.done", **at, "part": part},
-            {
-                "type": "response.output_item.done",
-                "output_index": 0,
-                "item": {**item, "content": [part]},
-            },
-            {"type": "response.completed", "response": whole},
+        begun = {**item, "status": "in_progress", "content": []}
+        plain: list[tuple[str, dict[str, Any]]] = [
+            ("created", {"response": base}),
+            ("in_progress", {"response": base}),
+            ("output_item.added", {"output_index": 0, "item": begun}),
+            ("content_part.added", {**at, "part": {**part, "text": ""}}),
+            *(("output_text.delta", {**at, "delta": word}) for word in words),
+            ("output_text.done", {**at, "text": text}),
+            ("content_part.done", {**at, "part": part}),
+            ("output_item.done", {"output_index": 0, "item": done}),
+            ("completed", {"response": whole}),
         ]
-        events = [_named({**event, "sequence_number": k}) for k, event in enumerate(plain)]
-        return await self._stream(request, events, fault)
+        return whole, [
+            _named(f"response.{kind}", {**event, "sequence_number": k})
+            for k, (kind, event) in enumerate(plain)
+        ]
 
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        body, words, fault = await self._begin(request)
-        if (failed := self._failed(request, fault)) is not None:
-            return failed
-        head = {
-            "id": f"msg_{len(self.requests)}",
-            "type": "message",
-            "role": "assistant",
-            "model": body["model"],
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": PROMPT_TOKENS, "output_tokens": 1},
-        }
+    def _messages(self, body: dict[str, Any], words: list[str]) -> Made:
+        head: dict[str, Any] = {"id": f"msg_{len(self.requests)}", "role": "assistant"}
+        head |= {"type": "message", "model": body["model"], "content": []}
+        head |= {"stop_reason": None, "stop_sequence": None}
+        head["usage"] = {"input_tokens": PROMPT_TOKENS, "output_tokens": 1}
         usage = {"input_tokens": PROMPT_TOKENS, "output_tokens": len(words)}
-        if not body.get("stream"):
-            content = [{"type": "text", "text": "".join(words)}]
-            end = {"content": content, "stop_reason": "end_turn", "usage": usage}
-            return web.json_response({**head, **end})
-        plain: list[dict[str, Any]] = [
-            {"type": "message_start", "message": head},
-            {
-                "type": "content_block_start",
-                "index": 0,
-                "content_block": {"type": "text", "text": ""},
-            },
-            *(
-                {
-                    "type": "content_block_delta",
-                    "index": 0,
-                    "delta": {"type": "text_delta", "text": word},
-                }
-                for word in words
-            ),
-            {"type": "content_block_stop", "index": 0},
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-                "usage": {"output_tokens": len(words)},
-            },
-            {"type": "message_stop"},
+        ended = {"stop_reason": "end_turn", "stop_sequence": None}
+        content = [{"type": "text", "text": "".join(words)}]
+        at, deltas = {"index": 0}, [{"type": "text_delta", "text": word} for word in words]
+        plain: list[tuple[str, dict[str, Any]]] = [
+            ("message_start", {"message": head}),
+            ("content_block_start", {**at, "content_block": {"type": "text", "text": ""}}),
+            *(("content_block_delta", {**at, "delta": delta}) for delta in deltas),
+            ("content_block_stop", at),
+            ("message_delta", {"delta": ended, "usage": {"output_tokens": len(words)}}),
+            ("message_stop", {}),
         ]
-        return await self._stream(request, [_named(event) for event in plain], fault)
+        whole = {**head, "content": content, **ended, "usage": usage}
+        return whole, [_named(kind, event) for kind, event in plain]
+
+
+def _embeddings(body: dict[str, Any], _: list[str]) -> Made:
+    texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
+    data = [
+        {"object": "embedding", "index": k, "embedding": [0.5, -0.25, len(str(text)) / 8]}
+        for k, text in enumerate(texts)
+    ]
+    usage = {"prompt_tokens": PROMPT_TOKENS, "total_tokens": PROMPT_TOKENS}
+    return {"object": "list", "data": data, "model": body["model"], "usage": usage}, []
+
+
+def _images(_: dict[str, Any], __: list[str]) -> Made:
+    usage: dict[str, Any] = {"input_tokens": PROMPT_TOKENS, "output_tokens": 4}
+    usage["total_tokens"] = PROMPT_TOKENS + 4
+    usage["input_tokens_details"] = {"text_tokens": PROMPT_TOKENS, "image_tokens": 0}
+    return {"created": 1700000000, "data": [{"b64_json": "aW1hZ2U="}], "usage": usage}, []
+
+
+def _chunks(
+    body: dict[str, Any], head: dict[str, Any], choices: list[Any], usage: dict[str, Any]
+) -> list[bytes]:
+    """A stream of OpenAI's completions, with its usage if the request asks for it."""
+    chunks = [{**head, "choices": [choice]} for choice in choices]
+    if usage and (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**head, "choices": [], **usage})
+    return [*map(_data, chunks), b"data: [DONE]\n\n"]
 
 
 def _usage(words: list[str]) -> dict[str, int]:
@@ -359,11 +284,11 @@ def _data(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def _named(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\n".encode() + _data(event)
+def _named(kind: str, event: dict[str, Any]) -> bytes:
+    return f"event: {kind}\n".encode() + _data({"type": kind, **event})
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def a_provider() -> AsyncIterator[Provider]:
     """One that serves."""
     provider = Provider()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from any_agent.chat import load_chat_format
 from tests.support.fake_provider import Provider
 from tests.support.ports import own_port
+from tests.support.proxy import HELLO
 from tests.support.real_parts import (
     await_url,
     in_a_thread,
@@ -86,12 +88,12 @@ def examples(url: str) -> dict[str, Any]:
     """LiteLLM's documented examples in one file: a simple model, two places of one name, fallbacks,
     a wildcard, an alias, and a callback."""
 
-    def model(name: str, model: str, **more: Any) -> dict[str, Any]:
+    def model(name: str, model: str, base: str = f"{url}/v1", **more: Any) -> dict[str, Any]:
         key = f"os.environ/{VARIABLE}"
-        params = {"model": model, "api_base": f"{url}/v1", "api_key": key, **more}
+        params = {"model": model, "api_base": base, "api_key": key, **more}
         return {"model_name": name, "litellm_params": params}
 
-    claude = {"model": "anthropic/claude-x", "api_base": url, "api_key": f"os.environ/{VARIABLE}"}
+    guards = (("before", "pre_call"), ("after", "post_call"), ("strict", "post_call"))
     return {
         "model_list": [
             model("planner", "openai/gpt-4o-mini"),
@@ -100,7 +102,7 @@ def examples(url: str) -> dict[str, Any]:
             model("balanced", "openai/gpt-a", rpm=600),
             model("any/*", "openai/*"),
             model("vectors", "openai/text-embedding-3-small"),
-            {"model_name": "claude", "litellm_params": claude},
+            model("claude", "anthropic/claude-x", url),
         ],
         "litellm_settings": {
             "drop_params": True,
@@ -112,17 +114,10 @@ def examples(url: str) -> dict[str, Any]:
         "general_settings": {"master_key": ADMIN},
         "guardrails": [
             {
-                "guardrail_name": "before",
-                "litellm_params": {"guardrail": "guards.Before", "mode": "pre_call"},
-            },
-            {
-                "guardrail_name": "after",
-                "litellm_params": {"guardrail": "guards.After", "mode": "post_call"},
-            },
-            {
-                "guardrail_name": "strict",
-                "litellm_params": {"guardrail": "guards.Strict", "mode": "post_call"},
-            },
+                "guardrail_name": name,
+                "litellm_params": {"guardrail": f"guards.{name.title()}", "mode": mode},
+            }
+            for name, mode in guards
         ],
     }
 
@@ -226,8 +221,38 @@ async def ready(http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.25)
 
 
+async def events_counted(http: httpx.AsyncClient) -> dict[str, float]:
+    """Return how many events of the policy's calls had each outcome, by the rank's metrics."""
+    found = re.findall(
+        r'^any_agent_litellm_events_total\{.*?outcome="(\w+)".*\} (\S+)$',
+        (await http.get("/metrics")).text,
+        re.MULTILINE,
+    )
+    counted: dict[str, float] = {}
+    for outcome, number in found:
+        counted[outcome] = counted.get(outcome, 0.0) + float(number)
+    return counted
+
+
 async def session(http: httpx.AsyncClient, **fields: Any) -> dict[str, str]:
     """The headers of a new session's calls."""
     response = await http.post("/rl/v1/start_session", json={"mode": "eval", **fields})
     assert response.status_code == 200, response.text
     return {"Authorization": f"Bearer {response.json()['api_key']}"}
+
+
+async def call(
+    http: httpx.AsyncClient, key: dict[str, str], model: str, **fields: Any
+) -> httpx.Response:
+    """Return the answer to a chat call, which is no refusal."""
+    body = {"model": model, "messages": HELLO, "max_tokens": 4, **fields}
+    answer = await http.post("/v1/chat/completions", json=body, headers=key)
+    assert answer.status_code == 200, (model, answer.text)
+    return answer
+
+
+async def end(http: httpx.AsyncClient, key: dict[str, str]) -> None:
+    """Give a session half a point, and end it."""
+    for path, body in (("set_reward", {"reward": 0.5}), ("finalize", {})):
+        answer = await http.post(f"/rl/v1/{path}", json=body, headers=key)
+        assert answer.status_code == 200, answer.text

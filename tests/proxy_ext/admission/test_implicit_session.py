@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import openai
 import pytest
 
 from proxy_ext.sessions.conversation_index import ImplicitTask
@@ -28,7 +29,7 @@ from tests.support.implicit import (
 from tests.support.messages import agent_of, said_back
 from tests.support.proxy import Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
-from tests.support.retries import Agent
+from tests.support.retries import Agent, text_of
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -135,18 +136,18 @@ async def test_an_implicit_session_goes_to_the_grader_at_its_ttl(proxy: Proxy) -
     assert proxy.service.expiry.outcomes == {"graded": 1}
 
 
-@pytest.mark.parametrize("end", ["idle", "ttl"])
 async def test_an_implicit_session_without_an_answer_expires(
-    proxy: Proxy, engine: ScriptedEngine, end: str
+    proxy: Proxy, engine: ScriptedEngine
 ) -> None:
-    engine.fail("status", status=400)
-    assert (await proxy.call(KEY, ONE)).status_code >= 400
-    (id,) = proxy.service.sessions.live
-    if end == "ttl":
-        proxy.end_ttl({"session_id": id})
-    ended = await over(proxy, id) if end == "ttl" else await idle(proxy, id)
-    assert (ended["state"], ended["interactions"]) == ("expired", 0)
-    assert "no call was answered" in ended["reason"]
+    for end in ("idle", "ttl"):
+        engine.fail("status", status=400)
+        assert (await proxy.call(KEY, ONE)).status_code >= 400
+        (id,) = proxy.service.sessions.live
+        if end == "ttl":
+            proxy.end_ttl({"session_id": id})
+        ended = await over(proxy, id) if end == "ttl" else await idle(proxy, id)
+        assert (ended["state"], ended["interactions"]) == ("expired", 0)
+        assert "no call was answered" in ended["reason"]
 
 
 async def test_a_failed_first_call_that_comes_again_reuses_its_session(
@@ -175,8 +176,6 @@ async def test_a_marked_retry_finds_its_call(proxy: Proxy, engine: ScriptedEngin
     assert proxy.service.implicit.calls == {"opened": 1, "retried": 1}
 
 
-# -- every API -------------------------------------------------------------------------------------
-
 INSTRUCTIONS, ASKED = ONE[0]["content"], ONE[1]["content"]
 
 
@@ -186,6 +185,17 @@ def turns(proxy: Proxy) -> list[str]:
     return [str(i.continuation) for i in session(proxy, id).tree]
 
 
+async def go_on(agent: openai.AsyncOpenAI, first: Any, named: bool, **asked: Any) -> Any:
+    """Go on from a response by its id, or by the whole conversation."""
+    if named:
+        return await agent.responses.create(
+            input="Another one.", previous_response_id=first.id, **asked
+        )
+    said = [item.to_dict(mode="json") for item in first.output]
+    whole: Any = [{"role": "user", "content": ASKED}, *said, MORE]
+    return await agent.responses.create(input=whole, **asked)
+
+
 @pytest.mark.parametrize("named", [False, True])
 async def test_responses_go_on_by_the_whole_conversation_or_the_earlier_answers_id(
     proxy: Proxy, named: bool
@@ -193,14 +203,7 @@ async def test_responses_go_on_by_the_whole_conversation_or_the_earlier_answers_
     asked: dict[str, Any] = {"model": "m", "instructions": INSTRUCTIONS, "max_output_tokens": 16}
     async with client(proxy) as agent:
         first = await agent.responses.create(input=ASKED, **asked)
-        if named:
-            again = await agent.responses.create(
-                input="Another one.", previous_response_id=first.id, **asked
-            )
-        else:
-            said = [item.to_dict(mode="json") for item in first.output]
-            whole: Any = [{"role": "user", "content": ASKED}, *said, MORE]
-            again = await agent.responses.create(input=whole, **asked)
+        again = await go_on(agent, first, named, **asked)
         assert turns(proxy) == ["root", "exact"]
         assert (await agent.responses.retrieve(again.id)).output_text == again.output_text
         items = await agent.responses.input_items.list(first.id)
@@ -218,19 +221,12 @@ async def test_a_request_without_a_conversation_opens_no_session(proxy: Proxy) -
     assert not proxy.service.sessions.live
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_one_conversation_over_all_apis_stays_one_session(proxy: Proxy, stream: bool) -> None:
-    messages: list[Any] = list(ONE)
-    if stream:
-        events, _ = await proxy.stream(KEY, messages)
-        deltas = (event["choices"][0]["delta"] for event in events if event["choices"])
-        text = "".join(delta.get("content") or "" for delta in deltas)
-        messages += [{"role": "assistant", "content": text}, MORE]
-    else:
-        messages += [(await says(proxy, messages))[0], MORE]
+async def test_one_conversation_over_all_apis_stays_one_session(proxy: Proxy) -> None:
+    events, _ = await proxy.stream(KEY, ONE)
+    messages: list[Any] = [*ONE, {"role": "assistant", "content": text_of(events)}, MORE]
     asked: dict[str, Any] = {"model": "claude", "max_tokens": 8, "system": INSTRUCTIONS}
     async with agent_of(proxy, KEY) as agent:
-        for _ in range(2):
+        for stream in (False, True):
             if stream:
                 async with agent.messages.stream(messages=messages[1:], **asked) as parts:
                     answer = await parts.get_final_message()
@@ -238,22 +234,25 @@ async def test_one_conversation_over_all_apis_stays_one_session(proxy: Proxy, st
                 answer = await agent.messages.create(messages=messages[1:], **asked)
             messages += [said_back(answer), MORE]
     async with client(proxy) as other:
-        plain: Any = [{"role": m["role"], "content": text_of(m)} for m in messages[1:]]
+        plain: Any = [
+            {
+                **m,
+                "content": m["content"]
+                if isinstance(m["content"], str)
+                else m["content"][0]["text"],
+            }
+            for m in messages[1:]
+        ]
         await other.responses.create(
             model="m", instructions=INSTRUCTIONS, input=plain, max_output_tokens=16
         )
     assert turns(proxy) == ["root", "exact", "exact", "exact"]
 
 
-def text_of(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 OTHER = [SYSTEM, {"role": "user", "content": "Say a word."}]
 
 
-async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngine) -> None:
+async def test_tenants_never_share_a_session(start: Start) -> None:
     proxy = await start(*settings(ADMIN), admit=100)
     tenants = Tenants(proxy)
     alice, bob = tenants.key("alice"), tenants.key("bob")
@@ -269,9 +268,8 @@ async def test_tenants_never_share_a_session(start: Start, engine: ScriptedEngin
         given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
     body = {"model": "m", "input": "hi", "previous_response_id": given.id}
     refusal(await proxy.post("/v1/responses", body, bob), 404, "previous_response_not_found", "")
-    response = await proxy.http.get(
-        f"/v1/responses/{given.id}", headers={"authorization": f"Bearer {bob}"}
-    )
+    headers = {"authorization": f"Bearer {bob}"}
+    response = await proxy.http.get(f"/v1/responses/{given.id}", headers=headers)
     refusal(response, 404, "response_not_found", "")
 
 
@@ -314,12 +312,13 @@ async def test_a_first_call_without_a_slot_waits_and_holds_no_place(start: Start
 
 async def test_a_call_that_cannot_be_sampled_opens_no_session(start: Start) -> None:
     proxy = await start(*settings(), admit=5)
-    long = [{"role": "user", "content": "word " * 5000}]
-    refusal(await proxy.call(KEY, long), 400, "context_length_exceeded", "")
-    many = [{"role": "user", "content": ""}] * 5000
-    refusal(await proxy.call(KEY, many), 400, "context_length_exceeded", "")
-    refusal(await proxy.call(KEY, ONE, metadata={"a": "x" * 100_000}), 400, "invalid_request", "")
-    refusal(await proxy.call(KEY, ONE, suffix="x"), 400, "unsupported_parameter", "")
+    for messages, fields, code in (
+        ([{"role": "user", "content": "word " * 5000}], {}, "context_length_exceeded"),
+        ([{"role": "user", "content": ""}] * 5000, {}, "context_length_exceeded"),
+        (ONE, {"metadata": {"a": "x" * 100_000}}, "invalid_request"),
+        (ONE, {"suffix": "x"}, "unsupported_parameter"),
+    ):
+        refusal(await proxy.call(KEY, messages, **fields), 400, code, "")
     assert not proxy.service.sessions.live
 
 
@@ -373,14 +372,9 @@ async def test_an_implicit_session_open_as_training_ends_stays_a_train_session(
     proxy = await start(*settings("sampling.temperature=0.7"), admit=5)
     async with client(proxy) as agent:
         asked: Any = {"model": "m", "max_output_tokens": 16, "temperature": 0.5}
-        first = await agent.responses.create(input="hi", **asked)
+        first = await agent.responses.create(input=ASKED, **asked)
         await proxy.client.set_run("finished", step=1, checkpoint=None)
-        if named:
-            await agent.responses.create(input="more", previous_response_id=first.id, **asked)
-        else:
-            said = [item.to_dict(mode="json") for item in first.output]
-            whole: Any = [{"role": "user", "content": "hi"}, *said, MORE]
-            await agent.responses.create(input=whole, **asked)
+        await go_on(agent, first, named, **asked)
     (id,) = proxy.service.sessions.live
     assert len(session(proxy, id).tree) == 2 and session(proxy, id).row.mode == "train"
     assert [r["sampling_params"]["temperature"] for r in engine.requests] == [0.7, 0.7]
@@ -410,18 +404,15 @@ async def test_an_implicit_session_goes_on_after_a_restart(start: Start) -> None
     proxy = await start(*settings(), admit=10)
     answer, id = await says(proxy, ONE)
     _, other = await says(proxy, OTHER)
+    asked: dict[str, Any] = {"model": "m", "max_output_tokens": 16}
     async with client(proxy) as agent:
-        given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
+        given = await agent.responses.create(input=ASKED, **asked)
     again = await start(*settings(), admit=10)
-    _, got = await says(again, [*ONE, answer, MORE])
-    assert got == id
-    tree = session(again, id).tree
-    assert [str(i.continuation) for i in tree] == ["root", "exact"]
+    assert (await says(again, [*ONE, answer, MORE]))[1] == id
+    assert [str(i.continuation) for i in session(again, id).tree] == ["root", "exact"]
     async with client(again) as agent:
         assert (await agent.responses.retrieve(given.id)).output_text == given.output_text
-        await agent.responses.create(
-            model="m", input="more", max_output_tokens=16, previous_response_id=given.id
-        )
+        await go_on(agent, given, True, **asked)
     assert len(again.service.sessions.live) == 3
     assert session(again, other).idle_timeout == 300
     assert (await idle(again, id))["final_reward"] == 4

@@ -46,45 +46,38 @@ async def test_each_choice_is_an_interaction(
     assert sorted(texts) == ["one", "three", "two two"]
     prompt = engine.requests[0]["input_ids"]
     assert all(request["input_ids"] == prompt for request in engine.requests)
-    assert answer["usage"]["prompt_tokens"] == len(prompt)
-    assert answer["usage"]["completion_tokens"] == sum(map(len, said))
+    counts = len(prompt), sum(map(len, said))
+    usage, stats = answer["usage"], proxy.service.calls.stats
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == counts
+    assert (stats.prompt_tokens["train"], stats.output_tokens["train"]) == counts
+    assert stats.ended["train", "completed"] == 1
+    assert stats.interactions["train", "first"] == 3
     recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
     assert {id: i.output_message["content"] for id, i in recorded.items()} == {
         f"{answer['id']}.{k}": text for k, text in enumerate(texts)
     }
-    stats = proxy.service.calls.stats
-    assert stats.ended["train", "completed"] == 1
-    assert stats.interactions["train", "first"] == 3
-    assert stats.prompt_tokens["train"] == len(prompt)
-    assert stats.output_tokens["train"] == sum(map(len, said))
 
 
-async def test_streams_are_interleaved_by_index(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_streams_are_interleaved_by_index(proxy: Proxy) -> None:
     session = await proxy.open()
-    events, done = await proxy.stream(
-        session["api_key"], n=2, stream_options={"include_usage": True}, logprobs=True
+    options = {"include_usage": True}
+    (*chunks, usage), done = await proxy.stream(
+        session["api_key"], n=2, stream_options=options, logprobs=True
     )
     assert done
-    assert len({e["id"] for e in events}) == 1
-    *chunks, usage = events
-    assert all(e["usage"] is None for e in chunks)
+    (id,) = {chunk["id"] for chunk in chunks}
+    assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["usage"]["completion_tokens"] == 16
-    first = {c["index"]: c for e in reversed(chunks) for c in e["choices"]}
-    assert [first[k]["delta"]["role"] for k in (0, 1)] == ["assistant"] * 2
-    ends = {c["index"]: c["finish_reason"] for e in chunks for c in e["choices"]}
-    assert ends == {0: "length", 1: "length"}
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
     recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
     for k, text in texts_of(chunks).items():
-        interaction = recorded[f"{events[0]['id']}.{k}"]
+        first, *_, last = mine = [choice for choice in choices if choice["index"] == k]
+        assert (first["delta"]["role"], last["finish_reason"]) == ("assistant", "length")
+        interaction = recorded[f"{id}.{k}"]
         assert interaction.output_message["content"] == text
-        told = [
-            entry["logprob"]
-            for event in chunks
-            for choice in event["choices"]
-            if choice["index"] == k and choice["logprobs"]
-            for entry in choice["logprobs"]["content"]
-        ]
+        told = [e["logprob"] for c in mine if c["logprobs"] for e in c["logprobs"]["content"]]
         assert told == interaction.output_logprobs.tolist()
+    assert len(recorded) == 2
 
 
 async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
@@ -173,16 +166,12 @@ async def test_what_was_recorded_of_a_failed_call_was_received_only_if_its_end_w
 
 async def test_no_two_choices_have_the_same_seed(start: Start, engine: ScriptedEngine) -> None:
     proxy = await start("rollout.deterministic=true", admit=10)
-    session = await proxy.open(task_id="t", group_id="g")
+    session, evaluated = await proxy.open(task_id="t", group_id="g"), await proxy.open(mode="eval")
     for _ in range(2):
         await proxy.complete(session["api_key"], n=3)
-    seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
-    assert len(set(seeds)) == 6
-    evaluated = await proxy.open(mode="eval")
-    engine.requests.clear()
     await proxy.complete(evaluated["api_key"], n=2, seed=5)
     seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
-    assert len(set(seeds)) == 2
+    assert len(set(seeds[:6])) == 6 and len(set(seeds[6:])) == 2
 
 
 async def test_each_choice_takes_a_place(start: Start, engine: ScriptedEngine) -> None:

@@ -196,14 +196,13 @@ async def test_a_stream_says_what_the_whole_does(
 
 async def test_refused_requests_name_their_parameter(proxy: Proxy, session: dict[str, Any]) -> None:
     key = session["api_key"]
-    cases: list[tuple[Any, dict[str, Any], str, str]] = [
+    for prompt, fields, code, says in (
         ([1, "a"], {}, "invalid_request", "prompt"),
         ([10**6], {}, "invalid_request", "token id"),
         ("long " * 5000, {}, "context_length_exceeded", "context length"),
         ([20] * 3000, {}, "context_length_exceeded", "context length"),
         ("x", {"suffix": "y"}, "unsupported_parameter", "suffix"),
-    ]
-    for prompt, fields, code, says in cases:
+    ):
         response = await ask(proxy, key, prompt, **fields)
         refusal(response, 400, code, says)
     assert await proxy.recorded(session["session_id"]) == []

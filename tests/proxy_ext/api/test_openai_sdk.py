@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -38,28 +39,25 @@ async def sdk(proxy: Proxy, sent: list[str]) -> AsyncIterator[openai.AsyncOpenAI
 async def test_errors_come_as_their_classes_and_are_not_retried(
     sdk: openai.AsyncOpenAI, proxy: Proxy, sent: list[str]
 ) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO}
     long = [{"role": "user", "content": "many words " * 2000}]
     with fails_with(openai.BadRequestError, code="context_length_exceeded"):
-        await sdk.chat.completions.create(model=MODEL, messages=long)
+        await sdk.chat.completions.create(**asked | {"messages": long})
     with fails_with(openai.BadRequestError, code="unsupported_parameter", param="modalities"):
-        await sdk.chat.completions.create(model=MODEL, messages=HELLO, modalities=["audio"])
+        await sdk.chat.completions.create(**asked, modalities=["audio"])
     with pytest.raises(openai.AuthenticationError):
-        await sdk.with_options(api_key="sk-v1.0.x").chat.completions.create(
-            model=MODEL, messages=HELLO
-        )
+        await sdk.with_options(api_key="sk-v1.0.x").chat.completions.create(**asked)
     with pytest.raises(openai.NotFoundError):
         await sdk.embeddings.create(model=MODEL, input="x", encoding_format="float")
-    key = sdk.api_key
+    another = {"x-api-key": "sk-v1.0.another"}
     with fails_with(openai.BadRequestError, code="session_mismatch"):
-        await sdk.with_options(
-            default_headers={"x-api-key": "sk-v1.0.another"}
-        ).chat.completions.create(model=MODEL, messages=HELLO)
+        await sdk.chat.completions.create(**asked, extra_headers=another)
     assert len(sent) == 5
-    await sdk.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
-    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    await sdk.chat.completions.create(**asked, max_tokens=2)
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, sdk.api_key)
     sent.clear()
     with fails_with(openai.APIStatusError, "new session", status_code=410):
-        await sdk.chat.completions.create(model=MODEL, messages=HELLO)
+        await sdk.chat.completions.create(**asked)
     with pytest.raises(openai.ConflictError):
         # As a custom client would post to us through the SDK.
         await sdk.post(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import httpx
@@ -38,7 +39,7 @@ async def test_bad_calls_reach_no_engine_and_are_not_recorded(
     deep: Any = "x"
     for _ in range(500):
         deep = [deep]
-    cases: list[tuple[dict[str, Any], str, str | None]] = [
+    for change, code, param in (
         ({"messages": []}, "invalid_request", "messages"),
         ({"messages": [HELLO[0], 7]}, "invalid_request", "messages[1]"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "", None),
@@ -49,8 +50,7 @@ async def test_bad_calls_reach_no_engine_and_are_not_recorded(
         ({"logit_bias": {"999999": 3}}, "invalid_request", "logit_bias"),
         ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
         ({"stream_options": 5}, "invalid_request", "stream_options"),
-    ]
-    for change, code, param in cases:
+    ):
         response = await proxy.post(CHAT, {"messages": HELLO, "max_tokens": 2} | change, key)
         error = refusal(response, 400, code or response.json()["error"]["code"], "")
         assert param in (None, error["param"]), error
@@ -182,11 +182,10 @@ async def test_bad_rewards_change_nothing(proxy: Proxy) -> None:
 
 async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine) -> None:
     for mode in ("train", "eval"):
-        session = await proxy.finished_session(mode=mode)
+        train, session = mode == "train", await proxy.finished_session(mode=mode)
         key, before = session["api_key"], len(engine.requests)
-        if mode == "train":
-            # Its rewards may be revised until a trainer has it.
-            assert len(await proxy.lease()) == 1
+        # A train session's rewards may be revised until a trainer has it.
+        assert len(await proxy.lease()) == int(train)
         for response in (
             await proxy.call(key),
             await proxy.call(key, stream=True),
@@ -194,11 +193,11 @@ async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine
             await proxy.post("/rl/v1/set_reward", {"final_reward": 5}, key),
         ):
             error = refusal(response, 410, "session_closed", "start a new session")
-            assert error["state"] == ("leased" if mode == "train" else "evaluated")
+            assert error["state"] == ("leased" if train else "evaluated")
         other = await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key)
         refusal(other, 409, "already_finalized", "final reward 1")
         aborted = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key)
-        advice = "cannot be taken out" if mode == "train" else "nothing to abort"
+        advice = "cannot be taken out" if train else "nothing to abort"
         refusal(aborted, 410, "session_closed", advice)
         assert len(engine.requests) == before
         (interaction,) = await proxy.recorded(session["session_id"])
@@ -321,11 +320,11 @@ async def test_health_needs_no_key_and_liveness_takes_any(start: Start) -> None:
     proxy = await start("server.admin_key=operator-secret")
     tenant, _ = create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="alice")
     session = await proxy.open(mode="eval")
+    keys = ("operator-secret", tenant, session["api_key"], "sk-v1.0.forged", "")
     async with httpx.AsyncClient(base_url=proxy.url) as http:
-        for key in ("operator-secret", tenant, session["api_key"], "sk-v1.0.forged", ""):
+        for key, path in itertools.product(keys, ("/health/liveliness", "/health/liveness")):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            for path in ("/health/liveliness", "/health/liveness"):
-                response = await http.get(path, headers=headers)
-                assert (response.status_code, response.json()) == (200, "I'm alive!")
+            response = await http.get(path, headers=headers)
+            assert (response.status_code, response.json()) == (200, "I'm alive!")
         assert (await http.get("/healthz")).json()["status"] == "ok"
         assert (await http.get("/readyz")).json() == {"status": "ready", "version": 0}

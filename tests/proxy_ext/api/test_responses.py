@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
+from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import (
+    CALL,
+    TOOLS,
+    create,
     post,
 )
 from tests.support.proxy import Proxy
+from tests.support.scripted_engine import ScriptedEngine
 
 
 async def exact(proxy: Proxy, session_id: str) -> list[Any]:
@@ -19,6 +25,21 @@ async def exact(proxy: Proxy, session_id: str) -> list[Any]:
         assert after.parent_id == before.id, after.branch_reason
         assert after.continuation is Continuation.EXACT
     return recorded
+
+
+async def test_a_stream_comes_to_the_whole_answer_with_its_log_probabilities(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    key = (await proxy.open())["api_key"]
+    logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for text in (f"First.\n{CALL}", f"{CALL} then text"):
+        told = []
+        for stream in (False, True):
+            say(engine, chat, text)
+            answer = await create(proxy, key, stream=stream, tools=TOOLS, **logprobs)
+            items = [item.model_dump(exclude={"id", "call_id"}) for item in answer.output]
+            told.append((answer.status, answer.usage, items))
+        assert told[0] == told[1], text
 
 
 async def test_responses_are_served_at_every_path_and_with_every_kind_of_key(proxy: Proxy) -> None:

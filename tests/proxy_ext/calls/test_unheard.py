@@ -56,14 +56,13 @@ async def test_a_used_answer_of_an_earlier_process_is_trained_on(
     restart: Restart, engine: ScriptedEngine, how: str
 ) -> None:
     agent = await unheard(restart, engine)
-    proxy = agent.proxy
     (recorded,) = await agent.recorded()
     if how == "continued":
         messages = [*HELLO, recorded.output_message, {"role": "user", "content": "And?"}]
-        await proxy.complete(agent.key, messages)
+        await agent.proxy.complete(agent.key, messages)
     else:
         reward = {"reward": 1.0, "completion_id": recorded.id}
-        assert (await proxy.post("/rl/v1/set_reward", reward, agent.key)).status_code == 200
+        assert (await agent.proxy.post("/rl/v1/set_reward", reward, agent.key)).is_success
     assert set(await agent.end()) == {None}
 
 
@@ -100,9 +99,6 @@ async def test_an_answer_that_was_delivered_stays_delivered(
     assert (await agent.ask(1)).status_code == 200
     assert len(engine.requests) == len(expected)
     assert await agent.end() == expected
-
-
-# -- when something goes wrong meanwhile -----------------------------------------------------------
 
 
 async def test_a_failing_search_of_the_store_hides_no_unheard_answer(
@@ -151,8 +147,11 @@ async def test_a_failing_mark_in_the_store_hides_no_unheard_answer(
         assert await agent.end() == [None]
 
 
-async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask for the answer again, and be gone before it is looked for."""
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_retry_whose_client_is_gone_already_is_retried(
+    restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    agent = await unheard(restart, engine, stream=stream)
     asked: list[Request] = []
 
     def noted(request: Request, body: bytes) -> Any:
@@ -170,14 +169,6 @@ async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: asked)
         await hang_up(again)
         await agent.vacant()
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_retry_whose_client_is_gone_already_is_retried(
-    restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    agent = await unheard(restart, engine, stream=stream)
-    await leave_unheard(agent, monkeypatch)
     (recorded,) = await agent.recorded()
     assert recorded.id in (await agent.ask(2)).text
     assert len(engine.requests) == 1

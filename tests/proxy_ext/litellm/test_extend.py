@@ -16,8 +16,6 @@ from tests.support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.service
 
-HELLO = [{"role": "user", "content": "Hello."}]
-
 
 async def test_litellms_own_app_trains_after_one_call(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
@@ -45,16 +43,8 @@ async def test_litellms_own_app_trains_after_one_call(
                 body = {"mode": "train", "wait": 60}
                 opened = await http.post("/rl/v1/start_session", json=body)
                 key = {"Authorization": f"Bearer {opened.json()['api_key']}"}
-                calls = {
-                    model: await http.post(
-                        "/v1/chat/completions",
-                        json={"model": model, "messages": HELLO},
-                        headers=key,
-                    )
-                    for model in ("policy", "planner")
-                }
-                for model, answer in calls.items():
-                    assert answer.status_code == 200, (model, answer.text)
+                for model in ("policy", "planner"):
+                    await litellm.call(http, key, model)
                 ended = await http.post("/rl/v1/finalize", json={"final_reward": 0.5}, headers=key)
                 assert ended.status_code == 200, ended.text
                 async with asyncio.timeout(60):

@@ -51,6 +51,14 @@ def evil_deployment(url: str) -> dict[str, Any]:
     return {"model_name": "planner", "litellm_params": params}
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def key(rank: Rank) -> AsyncIterator[dict[str, str]]:
+    """The headers of a new session's agent, whose tries must ask no provider."""
+    before = len(rank.provider.requests)
+    yield await rank.agent()
+    assert len(rank.provider.requests) == before and not rank.evil.requests
+
+
 _FIELDS = """
     api_base api_key base_url url user_config model_list litellm_params router_settings_override
     fallbacks context_window_fallbacks content_policy_fallbacks specific_deployment weights
@@ -79,14 +87,14 @@ def given(field: str, url: str) -> Any:
     return values.get(field, "x")
 
 
-@pytest.mark.parametrize("field", FIELDS)
-async def test_no_other_parameter_reaches_litellm(rank: Rank, field: str) -> None:
-    key, before = await rank.agent(), len(rank.provider.requests)
-    for path, body in BODIES.items():
-        body = {"model": "planner", **body, field: given(field, rank.evil.url)}
+@pytest.mark.parametrize("path", BODIES)
+async def test_no_other_parameter_reaches_litellm(
+    rank: Rank, key: dict[str, str], path: str
+) -> None:
+    for field in FIELDS:
+        body = {"model": "planner", **BODIES[path], field: given(field, rank.evil.url)}
         answer = await rank.http.post(path, json=body, headers=key)
         refused(answer, 400, "unsupported_parameter")
-    assert len(rank.provider.requests) == before and not rank.evil.requests
 
 
 IMAGE = {"model": "backup", "prompt": "a cat"}
@@ -101,8 +109,9 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", ELSEWHERE)
-async def test_no_other_parameter_reaches_litellms_other_routes(rank: Rank, path: str) -> None:
-    key, before = await rank.agent(), len(rank.provider.requests)
+async def test_no_other_parameter_reaches_litellms_other_routes(
+    rank: Rank, key: dict[str, str], path: str
+) -> None:
     for field in FIELDS:
         body = {"model": "planner", **ELSEWHERE[path], field: given(field, rank.evil.url)}
         answer = await rank.http.post(path, json=body, headers=key)
@@ -113,12 +122,15 @@ async def test_no_other_parameter_reaches_litellms_other_routes(rank: Rank, path
         headers = {**key, "content-type": kind}
         answer = await rank.http.post(path, content=json.dumps(form), headers=headers)
         assert answer.status_code == 400, answer.text
-    assert len(rank.provider.requests) == before and not rank.evil.requests
+    for name in ("unknown", "policy", "openai/omni-moderation-latest"):
+        answer = await rank.http.post(path, json={"model": name, **ELSEWHERE[path]}, headers=key)
+        refused(answer, 404, "model_not_found")
 
 
 @pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/images/edits"])
-async def test_no_other_parameter_reaches_litellm_in_a_form(rank: Rank, path: str) -> None:
-    key, before = await rank.agent(), len(rank.provider.requests)
+async def test_no_other_parameter_reaches_litellm_in_a_form(
+    rank: Rank, key: dict[str, str], path: str
+) -> None:
     files = {"file": ("a.wav", b"RIFF"), "image": ("a.png", b"PNG")}
     for field in ("api_base", "api_key", "metadata[api_base]", "litellm_metadata", "extra_body"):
         data = {"model": "planner", "prompt": "a", field: f"{rank.evil.url}/v1"}
@@ -126,55 +138,42 @@ async def test_no_other_parameter_reaches_litellm_in_a_form(rank: Rank, path: st
         refused(answer, 400, "unsupported_parameter")
     answer = await rank.http.post(path, data={"model": "unknown"}, files=files, headers=key)
     refused(answer, 404, "model_not_found")
-    assert len(rank.provider.requests) == before and not rank.evil.requests
 
 
-@pytest.mark.parametrize("name", ["unknown", "policy", "openai/omni-moderation-latest"])
-async def test_other_routes_serve_only_models_of_the_operators(rank: Rank, name: str) -> None:
-    key = await rank.agent()
-    for path, body in ELSEWHERE.items():
-        answer = await rank.http.post(path, json={"model": name, **body}, headers=key)
-        refused(answer, 404, "model_not_found")
-
-
-@pytest.mark.parametrize(
-    "name", ["any/x,any/y", "any/x, policy", "any/../x", "any/https://evil.example", "any/x?key=1"]
-)
 async def test_a_name_that_is_not_one_models_is_refused_at_every_route(
-    rank: Rank, name: str
+    rank: Rank, key: dict[str, str]
 ) -> None:
-    key, before = await rank.agent(), len(rank.provider.requests)
-    for path, body in BODIES.items():
-        answer = await rank.http.post(path, json={"model": name, **body}, headers=key)
-        refused(answer, 400, "invalid_request")
-    assert len(rank.provider.requests) == before
+    for name in (
+        "any/x,any/y",
+        "any/x, policy",
+        "any/../x",
+        "any/https://evil.example",
+        "any/x?key=1",
+    ):
+        for path, body in BODIES.items():
+            answer = await rank.http.post(path, json={"model": name, **body}, headers=key)
+            refused(answer, 400, "invalid_request")
 
 
-async def test_the_policys_name_in_other_letters_is_no_other_model(rank: Rank) -> None:
-    key, before = await rank.agent(), len(rank.provider.requests)
+async def test_the_policys_name_in_other_letters_is_no_other_model(
+    rank: Rank, key: dict[str, str]
+) -> None:
     for name in ("POLICY", "Policy", " policy", "planner,policy"):
         body = {"model": name, "messages": HELLO, "max_tokens": 2}
         answer = await rank.http.post("/v1/chat/completions", json=body, headers=key)
         assert answer.status_code == 200 and "x-litellm-model-id" not in answer.headers
-    assert len(rank.provider.requests) == before
 
 
-@pytest.mark.parametrize(
-    ("path", "tool"),
-    [
-        ("/v1/chat/completions", {"type": "mcp", "server_url": "litellm_proxy/mcp/x"}),
+async def test_neither_litellm_nor_a_provider_runs_tools(rank: Rank, key: dict[str, str]) -> None:
+    mcp = {"type": "mcp", "server_url": "litellm_proxy/mcp/x"}
+    for path, tool in (
+        ("/v1/chat/completions", mcp),
         ("/v1/responses", {"type": "mcp", "server_label": "a", "server_url": "litellm_proxy"}),
         ("/v1/responses", {"type": "web_search"}),
         ("/v1/messages", {"type": "web_search_20250305", "name": "web_search"}),
-    ],
-)
-async def test_neither_litellm_nor_a_provider_runs_tools(
-    rank: Rank, path: str, tool: dict[str, Any]
-) -> None:
-    key, before = await rank.agent(), len(rank.provider.requests)
-    body = {"model": "planner", **BODIES[path], "tools": [tool]}
-    refused(await rank.http.post(path, json=body, headers=key), 400, "unsupported_parameter")
-    assert len(rank.provider.requests) == before
+    ):
+        body = {"model": "planner", **BODIES[path], "tools": [tool]}
+        refused(await rank.http.post(path, json=body, headers=key), 400, "unsupported_parameter")
 
 
 async def test_metadata_forges_no_caller(rank: Rank) -> None:
@@ -235,22 +234,16 @@ async def test_headers_steer_nothing_and_carry_no_key(rank: Rank) -> None:
     assert secret not in told and "forged" not in told
 
 
-@pytest.mark.parametrize("name", ["x-litellm-api-key", "x-goog-api-key", "cookie"])
-async def test_no_other_header_is_a_key(rank: Rank, name: str) -> None:
-    admins = {"Authorization": "", name: litellm.ADMIN}
-    refused(await rank.http.get("/model/info", headers=admins), 401, "invalid_api_key")
-    agent = await rank.agent()
-    refused(
-        await rank.http.get(
-            f"/key/list?key={litellm.ADMIN}", headers={**agent, name: litellm.ADMIN}
-        ),
-        403,
-        "forbidden",
-    )
+async def test_no_other_header_is_a_key(rank: Rank, key: dict[str, str]) -> None:
+    path = f"/key/list?key={litellm.ADMIN}"
+    for name in ("x-litellm-api-key", "x-goog-api-key", "cookie"):
+        admins = {name: litellm.ADMIN}
+        nobodys = {"Authorization": "", **admins}
+        refused(await rank.http.get("/model/info", headers=nobodys), 401, "invalid_api_key")
+        refused(await rank.http.get(path, headers={**key, **admins}), 403, "forbidden")
 
 
-async def test_an_ended_session_calls_nothing(rank: Rank) -> None:
-    key = await rank.agent()
+async def test_an_ended_session_calls_nothing(rank: Rank, key: dict[str, str]) -> None:
     assert (await rank.http.post("/rl/v1/finalize", json={}, headers=key)).status_code == 200
     body = {"model": "planner", "input": "a"}
     refused(await rank.http.post("/v1/moderations", json=body, headers=key), 410, "session_closed")

@@ -6,12 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support import litellm
 from tests.support.ports import own_port
-from tests.support.proxy import HELLO
 
 pytestmark = pytest.mark.service
 
@@ -55,10 +53,14 @@ async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(
         slowest = 0.0
         for _ in range(SESSIONS):
             began = time.monotonic()
-            await _a_session(rank.http)
+            # Each answer is there though nothing of LiteLLM's is told.
+            key = await litellm.session(rank.http)
+            for model in ("policy", "planner"):
+                await litellm.call(rank.http, key, model)
+            await litellm.end(rank.http, key)
             slowest = max(slowest, time.monotonic() - began)
         assert (await rank.http.get("/readyz")).status_code == 200
-        dropped = await _dropped(rank.http)
+        dropped = (await litellm.events_counted(rank.http))["dropped"]
         ended = time.monotonic()
     ended = time.monotonic() - ended
     print(f"{SESSIONS} sessions, the slowest {slowest:.2f} s; {dropped:.0f} events dropped")
@@ -66,22 +68,3 @@ async def test_no_call_waits_for_a_callback_that_blocks_or_a_redis_that_is_gone(
     assert dropped >= 3 * SESSIONS - UNANSWERED - WAITING - 1, "an event was lost without a count"
     assert slowest < 20, "a part of the operator's held up a call"
     assert ended < 60, "a callback that blocks held up the end of the rank"
-
-
-async def _a_session(http: httpx.AsyncClient) -> None:
-    """Play a session of both models; each answer is there though nothing of LiteLLM's is told."""
-    key = await litellm.session(http)
-    for model in ("policy", "planner"):
-        body: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 4}
-        answer = await http.post("/v1/chat/completions", json=body, headers=key)
-        assert answer.status_code == 200, answer.text
-    for request, body in (("set_reward", {"reward": 0.5}), ("finalize", {})):
-        answer = await http.post(f"/rl/v1/{request}", json=body, headers=key)
-        assert answer.status_code == 200, answer.text
-
-
-async def _dropped(http: httpx.AsyncClient) -> float:
-    """Return the number of events that the rank says it has dropped."""
-    name = 'any_agent_litellm_events_total{outcome="dropped",'
-    lines = (await http.get("/metrics")).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

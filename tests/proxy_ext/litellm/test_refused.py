@@ -28,6 +28,7 @@ from tests.support.real_parts import in_a_thread, process, proxy_process, write_
 from tests.support.scripted_engine import ScriptedEngine
 
 POLICY = frozenset(("policy", "actor"))
+DATABASE = "postgresql://127.0.0.1:1/litellm"
 
 
 def model(name: str, **params: Any) -> dict[str, Any]:
@@ -38,9 +39,12 @@ def policy_named(name: object) -> dict[str, Any]:
     return {"model_name": name, "litellm_params": {"model": "any-agent/policy"}}
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
+def test_a_file_that_cannot_be_used_or_contradicts_the_service_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "litellm.yaml"
+    rows: list[tuple[dict[str, Any] | str | None, str]] = [
+        (None, "No such file"),
+        ("- a list", "mapping"),
+        ("a: [", "YAML"),
         ({"model_list": [model("actor")]}, "actor is a name"),
         ({"router_settings": {"model_group_alias": {"actor": "x"}}}, "actor is a name"),
         ({"litellm_settings": {"fallbacks": [{"x": ["policy"]}]}}, "policy is a name"),
@@ -49,22 +53,17 @@ def policy_named(name: object) -> dict[str, Any]:
         ({"general_settings": {"master_key": "sk-another-key"}}, "ANY_AGENT_SERVER__ADMIN_KEY"),
         ({"general_settings": {"master_key": "os.environ/K"}}, "ANY_AGENT_SERVER__ADMIN_KEY"),
         *(({"model_list": [policy_named(name)]}, "model_name") for name in ("", "learn*", 7)),
-        (None, "No such file"),
-        ("- a list", "mapping"),
-        ("a: [", "YAML"),
-    ],
-)
-def test_a_file_that_cannot_be_used_or_contradicts_the_service_is_refused(
-    tmp_path: Path, data: dict[str, Any] | str | None, said: str
-) -> None:
-    path = tmp_path / "litellm.yaml"
-    if isinstance(data, dict):
-        litellm.write_litellm(tmp_path, data)
-    elif data is not None:
-        path.write_text(data)
-    with fails_with(ConfigError, said) as error:
-        check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-of-the-environment"})
-    assert "sk-another-key" not in str(error.value) and "sk-of" not in str(error.value)
+    ]
+    for data, said in rows:
+        if isinstance(data, dict):
+            litellm.write_litellm(tmp_path, data)
+        elif data is not None:
+            path.write_text(data)
+        with fails_with(ConfigError, said) as error:
+            check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-of-the-environment"})
+        assert "sk-another-key" not in str(error.value) and "sk-of" not in str(error.value)
+    litellm.write_litellm(tmp_path, {"general_settings": {"master_key": "os.environ/K"}})
+    check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-admin"})
 
 
 REFUSED = """\
@@ -80,22 +79,17 @@ general_settings:
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "line", "said"),
-    [
+def test_a_refused_entry_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "litellm.yaml"
+    for given, line, said in (
         ({"more": "temperature: 0"}, 5, "litellm_params.temperature"),
         ({"alias": "learner"}, 7, "learner"),
         ({"general": "custom_auth"}, 9, "general_settings.custom_auth"),
         ({"general": "master_key"}, 9, "ANY_AGENT_SERVER__ADMIN_KEY"),
-    ],
-)
-def test_a_refused_entry_is_named_with_its_line(
-    tmp_path: Path, given: dict[str, str], line: int, said: str
-) -> None:
-    path = tmp_path / "litellm.yaml"
-    path.write_text(REFUSED.format(**{"more": "", "alias": "other", "general": "x", **given}))
-    with fails_with(ConfigError, f"{path}:{line}: ", said):
-        check_litellm_config(str(path), POLICY | {"learner"}, "sk-admin", {})
+    ):
+        path.write_text(REFUSED.format(**{"more": "", "alias": "other", "general": "x", **given}))
+        with fails_with(ConfigError, f"{path}:{line}: ", said):
+            check_litellm_config(str(path), POLICY | {"learner"}, "sk-admin", {})
 
 
 def test_an_entry_of_the_policy_names_it_and_other_names_are_refused(tmp_path: Path) -> None:
@@ -123,11 +117,6 @@ def test_a_database_is_found_where_litellm_looks_for_it() -> None:
     assert not may_have_keys({"general_settings": {}}, {})
 
 
-def test_a_master_key_that_equals_the_admin_key_is_accepted(tmp_path: Path) -> None:
-    path = litellm.write_litellm(tmp_path, {"general_settings": {"master_key": "os.environ/K"}})
-    check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-admin"})
-
-
 def test_secrets_of_litellm_are_known_for_redaction(tmp_path: Path) -> None:
     written = model("a", api_key="sk-written-in-the-file", input_cost_per_token=0.5)
     data = {"model_list": [written, model("b", api_key="os.environ/KEY_OF_B")]}
@@ -137,10 +126,8 @@ def test_secrets_of_litellm_are_known_for_redaction(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    entry = {
-        "model_name": "judge",
-        "litellm_params": {"model": "openai/x", "api_key": "os.environ/K"},
-    }
+    params = {"model": "openai/x", "api_key": "os.environ/K"}
+    entry = {"model_name": "judge", "litellm_params": params}
     both = {"litellm": {"config": "x.yaml"}, "frozen": {"model_list": [entry]}}
     with fails_with(ValueError, "litellm.config", "frozen.model_list"):
         Config.model_validate(both)
@@ -169,16 +156,8 @@ def start(tmp_path: Path, model_dir: Path, data: dict[str, Any], **more: Any) ->
     [
         ({"litellm_settings": {"callbacks": "nowhere.handler"}}, {}, "nowhere"),
         ({"model_list": [{"litellm_params": {"model": "openai/x"}}]}, {}, "model_name"),
-        (
-            {"general_settings": {"database_url": "postgresql://127.0.0.1:1/litellm"}},
-            {},
-            "Unable to find Prisma binaries",
-        ),
-        (
-            {"model_list": []},
-            {"policy_guardrails": ["nobody"]},
-            "litellm.policy_guardrails names nobody",
-        ),
+        ({"general_settings": {"database_url": DATABASE}}, {}, "Unable to find Prisma binaries"),
+        ({"model_list": []}, {"policy_guardrails": ["nobody"]}, "policy_guardrails names nobody"),
     ],
     ids=["no such callback", "a model without a name", "no database's client", "no such guardrail"],
 )

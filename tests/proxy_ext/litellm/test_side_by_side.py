@@ -30,6 +30,8 @@ def chat(model: str, **fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"model": model, "messages": HELLO, **fields}
 
 
+CLAUDE: dict[str, Any] = {"model": "claude", "messages": HELLO, "max_tokens": 8}
+RESPONSE: dict[str, Any] = {"model": "planner", "input": "Hello."}
 REQUESTS: list[tuple[str, tuple[str, dict[str, Any]], Fault | None]] = [
     ("simple", chat("planner"), None),
     ("simple, streamed", chat("planner", stream=True), None),
@@ -45,18 +47,10 @@ REQUESTS: list[tuple[str, tuple[str, dict[str, Any]], Fault | None]] = [
     ("busy", chat("backup"), "429"),
     ("no message", ("/v1/chat/completions", {"model": "backup"}), None),
     ("text", ("/v1/completions", {"model": "planner", "prompt": "Hello."}), None),
-    ("anthropic", ("/v1/messages", {"model": "claude", "messages": HELLO, "max_tokens": 8}), None),
-    (
-        "anthropic, streamed",
-        ("/v1/messages", {"model": "claude", "messages": HELLO, "max_tokens": 8, "stream": True}),
-        None,
-    ),
-    ("responses", ("/v1/responses", {"model": "planner", "input": "Hello."}), None),
-    (
-        "responses, streamed",
-        ("/v1/responses", {"model": "planner", "input": "Hello.", "stream": True}),
-        None,
-    ),
+    ("anthropic", ("/v1/messages", CLAUDE), None),
+    ("anthropic, streamed", ("/v1/messages", {**CLAUDE, "stream": True}), None),
+    ("responses", ("/v1/responses", RESPONSE), None),
+    ("responses, streamed", ("/v1/responses", {**RESPONSE, "stream": True}), None),
     ("vectors", ("/v1/embeddings", {"model": "vectors", "input": ["a", "b"]}), None),
 ]
 
@@ -106,12 +100,8 @@ async def test_every_example_is_answered_as_stock_litellm_does(
             data = litellm.examples(url)
             path = litellm.write_litellm(tmp_path / who, data)
             monkeypatch.setenv("TEST_CALLBACK_LOG", str(tmp_path / who / "told.jsonl"))
-            context = (
-                litellm.stock(path)
-                if who == "stock"
-                else litellm.rank(path, tiny_model_dir, engine.url)
-            )
-            async with context as http:
+            rank = litellm.rank(path, tiny_model_dir, engine.url)
+            async with litellm.stock(path) if who == "stock" else rank as http:
                 headers = await litellm.session(http) if who == "ours" else {}
                 found[who] = await answers(http, provider, headers)
             asked[who] = [(where, body) for where, body, _ in provider.requests]

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import litellm
 from tests.support.otlp import Collector, collector, values
-from tests.support.proxy import HELLO
 
 __all__ = ["collector"]
 pytestmark = pytest.mark.service
@@ -46,13 +45,9 @@ async def play(http: httpx.AsyncClient) -> tuple[str, str, list[str]]:
     key = {"Authorization": f"Bearer {told['api_key']}"}
     calls = []
     for model, stream in (("planner", True), ("policy", False), ("policy", True)):
-        body = {"model": model, "messages": HELLO, "max_tokens": 4, "stream": stream}
-        answer = await http.post("/v1/chat/completions", json=body, headers=key)
-        assert answer.status_code == 200, answer.text
+        answer = await litellm.call(http, key, model, stream=stream)
         calls.append(answer.headers["x-any-agent-interaction"])
-    for path, body in (("set_reward", {"reward": 0.5}), ("finalize", {})):
-        answer = await http.post(f"/rl/v1/{path}", json=body, headers=key)
-        assert answer.status_code == 200, answer.text
+    await litellm.end(http, key)
     return told["session_id"], told["group_id"], calls
 
 

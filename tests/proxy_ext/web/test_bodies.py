@@ -40,9 +40,11 @@ async def test_bodies_are_read_strictly(proxy: Proxy) -> None:
     session, wrong = await proxy.open(), []
     bodies = [
         (b"{", "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
         (b"[]", "invalid_request"),
         (b"5", "invalid_request"),
         (b"[" * 1000 + b"]" * 1000, "too_deep"),
+        (b'{"metadata": ' + b'{"a": ' * 100 + b"1" + b"}" * 100 + b"}", "too_deep"),
         (b'{"metadata": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}", "too_deep"),
         (b'{"ttl": NaN}', "invalid_json"),
         (b'{"ttl": 1e400}', "invalid_json"),
@@ -59,8 +61,8 @@ async def test_bodies_are_read_strictly(proxy: Proxy) -> None:
     ]
     for path, key, rows in (
         ("/rl/v1/start_session", None, [*bodies, *of_rl]),
-        ("/rl/v1/set_reward", session["api_key"], [*bodies, *of_rl]),
-        (CHAT, session["api_key"], bodies),
+        ("/rl/v1/set_reward", session["api_key"], [*bodies, *of_rl, (b"", "invalid_request")]),
+        (CHAT, session["api_key"], [*bodies, (b"", "invalid_json")]),
     ):
         for body, code in rows:
             response = await proxy.post(path, body, key)

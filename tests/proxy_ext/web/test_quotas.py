@@ -7,6 +7,7 @@ import pytest
 from any_agent.auth.key_store import TenantLimits
 from any_agent.errors import TooManyRequests
 from proxy_ext.web.quotas import TenantQuotas
+from tests.support.errors import fails_with
 
 
 class Lab:
@@ -60,10 +61,9 @@ async def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
     lab = Lab(tokens_per_second=100)
     await lab.quotas.require_tokens("alice")
     lab.quotas.charge_tokens("alice", 2500)
-    with pytest.raises(TooManyRequests) as refused:
+    with fails_with(TooManyRequests, details={"quota": "tokens_per_second"}) as refused:
         await lab.quotas.require_tokens("alice")
     # 500 were there, 2,000 are owed: 20 seconds, and one token for the next call.
-    assert refused.value.details == {"quota": "tokens_per_second"}
     assert refused.value.headers()["Retry-After"] == "21"
     lab.now += 21
     await lab.quotas.require_tokens("alice")
@@ -95,9 +95,8 @@ async def test_open_sessions_count_those_being_opened() -> None:
     lab.open = 1
     await lab.quotas.begin_open("alice")
     place = await lab.quotas.begin_open("alice")
-    with pytest.raises(TooManyRequests) as refused:
+    with fails_with(TooManyRequests, details={"quota": "open_sessions"}) as refused:
         await lab.quotas.begin_open("alice")
-    assert refused.value.details == {"quota": "open_sessions"}
     assert int(refused.value.headers()["Retry-After"]) >= 1
     place.release()
     place.release()

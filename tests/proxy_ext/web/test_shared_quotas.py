@@ -93,9 +93,6 @@ def killed_while_it_holds(run: Run) -> int:
             process.kill()
 
 
-# -- open sessions ---------------------------------------------------------------------------------
-
-
 async def test_all_ranks_together_never_open_more_sessions_than_the_limit(
     run: Run, figure: Callable[[str], None]
 ) -> None:
@@ -140,9 +137,8 @@ async def test_all_ranks_together_never_open_more_sessions_than_the_limit(
 async def test_one_rank_may_use_all_of_the_limit(run: Run) -> None:
     first, second = await run.rank(0, open_sessions=LIMIT), await run.rank(1, open_sessions=LIMIT)
     assert [await first.begin() for _ in range(LIMIT)] == [True] * LIMIT
-    with pytest.raises(TooManyRequests) as refused:
+    with fails_with(TooManyRequests, details={"quota": "open_sessions"}) as refused:
         await second.quotas.begin_open("alice")
-    assert refused.value.details == {"quota": "open_sessions"}
     assert "open_sessions (100); wait" in refused.value.message, "not that of each rank"
     assert await second.begin("bob")
     first.end()
@@ -174,10 +170,7 @@ async def test_a_killed_rank_counts_until_its_next_process_ends_the_sessions(run
 
 
 async def test_a_rank_that_was_replaced_is_not_heard(run: Run) -> None:
-    old, new = (
-        await run.rank(claim=7, open_sessions=LIMIT),
-        await run.rank(claim=8, open_sessions=LIMIT),
-    )
+    old, new = [await run.rank(claim=claim, open_sessions=LIMIT) for claim in (7, 8)]
     assert await old.begin()
     assert await new.begin()
     assert await old.begin(), "by its share"
@@ -205,9 +198,6 @@ async def test_a_rank_that_is_silent_for_good_is_forgotten(run: Run) -> None:
     assert await here.begin()
     assert set(run.stored("open")) == {"total", "1"}
     assert run.total == 1
-
-
-# -- rates -----------------------------------------------------------------------------------------
 
 
 async def test_requests_of_all_ranks_keep_the_rate(run: Run, figure: Callable[[str], None]) -> None:
@@ -248,9 +238,8 @@ async def test_tokens_of_all_ranks_are_one_debt(run: Run) -> None:
         await rank.settled()
     for rank in ranks:
         rank.now += 1.0  # What it saw before is too old.
-        with pytest.raises(TooManyRequests) as refused:
+        with fails_with(TooManyRequests, details={"quota": "tokens_per_second"}) as refused:
             await rank.quotas.require_tokens("alice")
-        assert refused.value.details == {"quota": "tokens_per_second"}
         # 500 were there, 1,900 are owed, and the next call needs one.
         assert 10 < (refused.value.retry_after or 0) <= 19.01
     await ranks[0].quotas.require_tokens("bob")
@@ -286,9 +275,6 @@ async def test_a_call_costs_one_round_trip_and_an_operator_none(
     assert seen[3:] == []
 
 
-# -- a Redis that is away --------------------------------------------------------------------------
-
-
 async def test_without_redis_each_rank_enforces_its_share(run: Run) -> None:
     ranks = await run.ranks(open_sessions=LIMIT, requests_per_second=RATE)
     first, second, *others = ranks
@@ -317,10 +303,7 @@ async def test_without_redis_each_rank_enforces_its_share(run: Run) -> None:
 
 
 async def test_a_redis_that_lost_everything_is_told_again(run: Run) -> None:
-    first, second = (
-        await run.rank(0, open_sessions=LIMIT),
-        await run.rank(1, open_sessions=LIMIT),
-    )
+    first, second = [await run.rank(number, open_sessions=LIMIT) for number in (0, 1)]
     for _ in range(30):
         assert await first.begin()
     with run.server.client() as client:
