@@ -8,10 +8,9 @@ import asyncio
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,6 @@ class Service:
     keys: dict[str, str]
     """Those that concern no one session."""
     http: aiohttp.ClientSession
-    opened: Counter[str] = field(default_factory=Counter)
 
     async def open(self, tenant: str = "tenant", **body: str) -> dict[str, Any]:
         """A session of a tenant."""
