@@ -19,9 +19,7 @@ from tests.support.chaos.hostile import (
     ADMIN_KEY,
     CLIENT_TIMEOUT,
     Part,
-    Reply,
     Target,
-    Wire,
     connected,
     exchange,
     request,
@@ -73,9 +71,6 @@ def part(request: pytest.FixtureRequest, target: Target) -> Part:
     """Both: who gets past the router, or is another user of its machine, meets the proxy."""
     found: Part = getattr(target, request.param)
     return found
-
-
-# -- bodies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
@@ -161,18 +156,13 @@ async def test_a_flood_of_connections_is_answered_and_leaves_none_open(
     forged = "sk-v1.0.0123456789abcdef01234567.0123456789abcdef0123456789abcdef"
     target.used_keys.add(forged)
     data = request("GET", "/rl/v1/run", key=forged)
-    replies = await asyncio.gather(*(_ask(wire, data) for wire in wires))
+    replies = await asyncio.gather(*(wire.ask(data) for wire in wires))
     assert {reply.status for reply in replies} == {401}
     await asyncio.to_thread(target.alive)
     for context in contexts:
         await context.__aexit__(None, None, None)
     await until(lambda: target.router.connections <= 16, "the connections' end")
     figure(f"{crowd} connections at once, each answered 401, none left open")
-
-
-async def _ask(wire: Wire, data: bytes) -> Reply:
-    await wire.send(data)
-    return await wire.reply()
 
 
 async def test_deeply_nested_json_is_refused(target: Target, part: Part) -> None:
@@ -203,9 +193,6 @@ async def test_values_that_are_no_numbers_are_refused_where_a_number_belongs(
                 assert (reply.status == 200) if good else reply.refused(), where
     recorded = target.admin.get(f"/rl/v1/sessions/{session}").json()
     assert list(recorded["rewards"].values()) == [0.0], recorded
-
-
-# -- names and paths -----------------------------------------------------------------------------
 
 
 async def test_hostile_names_in_bodies_do_no_harm(target: Target, part: Part) -> None:
@@ -273,9 +260,6 @@ async def test_planted_markup_is_served_as_data(target: Target, part: Part) -> N
             assert kind.startswith(("application/json", "text/plain")), kind
             if kind.startswith("text/plain"):
                 assert text.encode() not in reply.body
-
-
-# -- keys and framing ----------------------------------------------------------------------------
 
 
 def _forged(key: str) -> list[str]:
@@ -373,9 +357,6 @@ async def test_bytes_of_other_protocols_are_refused(target: Target, part: Part) 
         assert b"X-Secret" not in reply.body
 
 
-# -- code ----------------------------------------------------------------------------------------
-
-
 async def test_pickles_are_not_opened(target: Target, part: Part) -> None:
     file = target.folder / f"canary-{part.name}"
     dumped = pickle.dumps(Canary(file))
@@ -402,9 +383,6 @@ async def test_pickles_are_not_opened(target: Target, part: Part) -> None:
     pickle.loads(dumped)
     assert file.exists(), "the canary would not have sung"
     file.unlink()
-
-
-# -- afterwards ----------------------------------------------------------------------------------
 
 
 def test_zz_memory_was_flat(target: Target, figure: Figure) -> None:

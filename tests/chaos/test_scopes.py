@@ -196,9 +196,6 @@ async def service_at(
             assert not key or key not in said, kind
 
 
-# -- what is asked ---------------------------------------------------------------------------------
-
-
 def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, Any] | None:
     """One that the route takes, as far as it harms no other cell."""
     if method in ("GET", "HEAD"):
@@ -296,9 +293,6 @@ async def send(
     return Answer(response.status, code, text)
 
 
-# -- what is to be answered ------------------------------------------------------------------------
-
-
 def verdict(rule: scopes.RouteRule, kind: str, template: str) -> str:
     """From the table alone."""
     if Scope.NONE in rule.scopes:
@@ -357,9 +351,6 @@ async def all_of(tasks: Iterable[Any]) -> list[str]:
             return str(await task)
 
     return [result for result in await asyncio.gather(*map(one, tasks)) if result]
-
-
-# -- the proof -------------------------------------------------------------------------------------
 
 
 async def test_every_route_lets_in_only_the_kinds_of_keys_that_its_rule_names(

@@ -156,8 +156,6 @@ class Soak(Chaos):
             f"fault     {done} {kill.kind} {kill.part}: {kill.seconds:.1f} s, step {self._step()}"
         )
 
-    # -- afterwards ----------------------------------------------------------------------------
-
     def audit(self, run: RunDir) -> None:
         missing = set(KINDS) - {fault.kind for fault in self.outcome.kills}
         self._check("kinds of faults left out", sorted(missing))
