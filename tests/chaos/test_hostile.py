@@ -8,6 +8,7 @@ import json
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -128,20 +129,18 @@ async def test_clients_whose_headers_never_end_are_cut_off(
 ) -> None:
     """A crowd that sends its headers a byte at a time, and another one that sends nothing."""
     crowd, seconds = (400, 90.0) if long else (60, 2.0)
-    contexts = [connected(part) for _ in range(crowd)]
-    wires = [await context.__aenter__() for context in contexts]
-    started = time.monotonic()
     text = b"GET /healthz HTTP/1.1\r\nX-Slow: " + b"a" * 1000
-    for k in range(int(seconds / 0.25)):
-        for wire in wires[::2]:
-            if not wire.writer.is_closing():
-                wire.writer.write(text[k : k + 1])
-        await asyncio.sleep(0.25)
-        if k % 20 == 1:
-            await asyncio.to_thread(target.alive)
-    still = sum(not wire.reader.at_eof() for wire in wires)
-    for context in contexts:
-        await context.__aexit__(None, None, None)
+    async with AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(connected(part)) for _ in range(crowd)]
+        started = time.monotonic()
+        for k in range(int(seconds / 0.25)):
+            for wire in wires[::2]:
+                if not wire.writer.is_closing():
+                    wire.writer.write(text[k : k + 1])
+            await asyncio.sleep(0.25)
+            if k % 20 == 1:
+                await asyncio.to_thread(target.alive)
+        still = sum(not wire.reader.at_eof() for wire in wires)
     figure(f"{crowd} slow heads: after {time.monotonic() - started:.0f} s {still} are open")
     assert not (long and still), "it waits for ever"
     await until(lambda: part.connections <= 16, "the connections' end")
@@ -151,16 +150,15 @@ async def test_a_flood_of_connections_is_answered_and_leaves_none_open(
     target: Target, long: bool, figure: Figure
 ) -> None:
     crowd = 800 if long else 200
-    contexts = [connected(target.router) for _ in range(crowd)]
-    wires = await asyncio.gather(*(context.__aenter__() for context in contexts))
     forged = "sk-v1.0.0123456789abcdef01234567.0123456789abcdef0123456789abcdef"
     target.used_keys.add(forged)
     data = request("GET", "/rl/v1/run", key=forged)
-    replies = await asyncio.gather(*(wire.ask(data) for wire in wires))
-    assert {reply.status for reply in replies} == {401}
-    await asyncio.to_thread(target.alive)
-    for context in contexts:
-        await context.__aexit__(None, None, None)
+    async with AsyncExitStack() as stack:
+        opening = (stack.enter_async_context(connected(target.router)) for _ in range(crowd))
+        wires = await asyncio.gather(*opening)
+        replies = await asyncio.gather(*(wire.ask(data) for wire in wires))
+        assert {reply.status for reply in replies} == {401}
+        await asyncio.to_thread(target.alive)
     await until(lambda: target.router.connections <= 16, "the connections' end")
     figure(f"{crowd} connections at once, each answered 401, none left open")
 
