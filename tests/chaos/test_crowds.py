@@ -13,7 +13,6 @@ from any_agent.rundir.registry import read_stamp
 from tests.chaos.conftest import Figure
 from tests.support.chaos.hostile import (
     Part,
-    Reply,
     Target,
     Wire,
     connected,
@@ -25,9 +24,6 @@ from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"messages": [{"role": "user", "content": "Say a number."}], "max_tokens": 4}'
-
-
-# -- bodies that come byte by byte -----------------------------------------------------------------
 
 
 async def drip(wire: Wire, ended: asyncio.Event) -> None:
@@ -99,9 +95,6 @@ async def _deadline(part: Part, head: bytes) -> None:
         ended.set()
 
 
-# -- more connections than descriptors -------------------------------------------------------------
-
-
 async def test_waiting_opens_do_not_spend_every_descriptor(
     tmp_path: Path, tiny_model_dir: Path, figure: Figure
 ) -> None:
@@ -144,7 +137,7 @@ async def _spend_descriptors(target: Target, part: Part, registry: Path, own: st
         # A session that is there already is served on its connection.
         agent = await stack.enter_async_context(served_agent(target, part))
         wires = [await stack.enter_async_context(connected(part)) for _ in range(600)]
-        asking = [asyncio.create_task(_ask(wire, data)) for wire in wires]
+        asking = [asyncio.create_task(wire.ask(data)) for wire in wires]
         await until(lambda: sum(task.done() for task in asking) > 400, "most are refused")
         for _ in range(3):
             # The heartbeat goes on, ...
@@ -170,8 +163,7 @@ async def served_agent(target: Target, part: Part) -> AsyncIterator[Callable[[],
     _, key = target.open()
 
     async def call() -> None:
-        await wire.send(request("POST", CHAT, BODY, key=key))
-        assert (await wire.reply()).status == 200
+        assert (await wire.ask(request("POST", CHAT, BODY, key=key))).status == 200
 
     async with connected(part) as wire:
         await call()
@@ -187,8 +179,3 @@ def has_beaten(registry: Path, part: str) -> Callable[[], bool]:
     """True once the part has written its entry again."""
     before = read_stamp(registry, part)
     return lambda: read_stamp(registry, part) != before
-
-
-async def _ask(wire: Wire, data: bytes) -> Reply:
-    await wire.send(data)
-    return await wire.reply()

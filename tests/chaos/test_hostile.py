@@ -8,6 +8,7 @@ import json
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,9 +20,7 @@ from tests.support.chaos.hostile import (
     ADMIN_KEY,
     CLIENT_TIMEOUT,
     Part,
-    Reply,
     Target,
-    Wire,
     connected,
     exchange,
     request,
@@ -73,9 +72,6 @@ def part(request: pytest.FixtureRequest, target: Target) -> Part:
     """Both: who gets past the router, or is another user of its machine, meets the proxy."""
     found: Part = getattr(target, request.param)
     return found
-
-
-# -- bodies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
@@ -133,20 +129,18 @@ async def test_clients_whose_headers_never_end_are_cut_off(
 ) -> None:
     """A crowd that sends its headers a byte at a time, and another one that sends nothing."""
     crowd, seconds = (400, 90.0) if long else (60, 2.0)
-    contexts = [connected(part) for _ in range(crowd)]
-    wires = [await context.__aenter__() for context in contexts]
-    started = time.monotonic()
     text = b"GET /healthz HTTP/1.1\r\nX-Slow: " + b"a" * 1000
-    for k in range(int(seconds / 0.25)):
-        for wire in wires[::2]:
-            if not wire.writer.is_closing():
-                wire.writer.write(text[k : k + 1])
-        await asyncio.sleep(0.25)
-        if k % 20 == 1:
-            await asyncio.to_thread(target.alive)
-    still = sum(not wire.reader.at_eof() for wire in wires)
-    for context in contexts:
-        await context.__aexit__(None, None, None)
+    async with AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(connected(part)) for _ in range(crowd)]
+        started = time.monotonic()
+        for k in range(int(seconds / 0.25)):
+            for wire in wires[::2]:
+                if not wire.writer.is_closing():
+                    wire.writer.write(text[k : k + 1])
+            await asyncio.sleep(0.25)
+            if k % 20 == 1:
+                await asyncio.to_thread(target.alive)
+        still = sum(not wire.reader.at_eof() for wire in wires)
     figure(f"{crowd} slow heads: after {time.monotonic() - started:.0f} s {still} are open")
     assert not (long and still), "it waits for ever"
     await until(lambda: part.connections <= 16, "the connections' end")
@@ -156,23 +150,17 @@ async def test_a_flood_of_connections_is_answered_and_leaves_none_open(
     target: Target, long: bool, figure: Figure
 ) -> None:
     crowd = 800 if long else 200
-    contexts = [connected(target.router) for _ in range(crowd)]
-    wires = await asyncio.gather(*(context.__aenter__() for context in contexts))
     forged = "sk-v1.0.0123456789abcdef01234567.0123456789abcdef0123456789abcdef"
     target.used_keys.add(forged)
     data = request("GET", "/rl/v1/run", key=forged)
-    replies = await asyncio.gather(*(_ask(wire, data) for wire in wires))
-    assert {reply.status for reply in replies} == {401}
-    await asyncio.to_thread(target.alive)
-    for context in contexts:
-        await context.__aexit__(None, None, None)
+    async with AsyncExitStack() as stack:
+        opening = (stack.enter_async_context(connected(target.router)) for _ in range(crowd))
+        wires = await asyncio.gather(*opening)
+        replies = await asyncio.gather(*(wire.ask(data) for wire in wires))
+        assert {reply.status for reply in replies} == {401}
+        await asyncio.to_thread(target.alive)
     await until(lambda: target.router.connections <= 16, "the connections' end")
     figure(f"{crowd} connections at once, each answered 401, none left open")
-
-
-async def _ask(wire: Wire, data: bytes) -> Reply:
-    await wire.send(data)
-    return await wire.reply()
 
 
 async def test_deeply_nested_json_is_refused(target: Target, part: Part) -> None:
@@ -203,9 +191,6 @@ async def test_values_that_are_no_numbers_are_refused_where_a_number_belongs(
                 assert (reply.status == 200) if good else reply.refused(), where
     recorded = target.admin.get(f"/rl/v1/sessions/{session}").json()
     assert list(recorded["rewards"].values()) == [0.0], recorded
-
-
-# -- names and paths -----------------------------------------------------------------------------
 
 
 async def test_hostile_names_in_bodies_do_no_harm(target: Target, part: Part) -> None:
@@ -273,9 +258,6 @@ async def test_planted_markup_is_served_as_data(target: Target, part: Part) -> N
             assert kind.startswith(("application/json", "text/plain")), kind
             if kind.startswith("text/plain"):
                 assert text.encode() not in reply.body
-
-
-# -- keys and framing ----------------------------------------------------------------------------
 
 
 def _forged(key: str) -> list[str]:
@@ -373,9 +355,6 @@ async def test_bytes_of_other_protocols_are_refused(target: Target, part: Part) 
         assert b"X-Secret" not in reply.body
 
 
-# -- code ----------------------------------------------------------------------------------------
-
-
 async def test_pickles_are_not_opened(target: Target, part: Part) -> None:
     file = target.folder / f"canary-{part.name}"
     dumped = pickle.dumps(Canary(file))
@@ -402,9 +381,6 @@ async def test_pickles_are_not_opened(target: Target, part: Part) -> None:
     pickle.loads(dumped)
     assert file.exists(), "the canary would not have sung"
     file.unlink()
-
-
-# -- afterwards ----------------------------------------------------------------------------------
 
 
 def test_zz_memory_was_flat(target: Target, figure: Figure) -> None:

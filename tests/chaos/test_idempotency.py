@@ -37,9 +37,6 @@ EQUAL = 100
 LIMIT = 600.0
 
 
-# -- one proxy, each route ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Post:
     """A request of a route, and a body that asks for something else, where there is one."""
@@ -209,9 +206,6 @@ async def test_fifty_finalizes_are_one_transition(lab: Lab, keyed: bool, figure:
     figure(f"50 at once, {'each with its key' if keyed else 'without keys'}: 1 transition")
 
 
-# -- two ranks behind a router, killed ---------------------------------------------------------
-
-
 @dataclass
 class Cluster:
     """Two ranks that can be killed, and a router before them."""
@@ -354,9 +348,6 @@ async def test_an_open_is_done_once_over_both_ranks_while_they_are_killed(
             f"({' + '.join(str(len(each)) for each in rows)} on the ranks), "
             f"{sum(len({a.content for a in same}) for same in answers)} different answers"
         )
-
-
-# -- model calls that an SDK repeats -----------------------------------------------------------
 
 
 @dataclass

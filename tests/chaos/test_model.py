@@ -89,8 +89,6 @@ class Machine(RuleBasedStateMachine):
             self.http.close()
             self.proxy.close()
 
-    # -- requests ------------------------------------------------------------------------------
-
     def send(
         self,
         path: str,
@@ -145,8 +143,6 @@ class Machine(RuleBasedStateMachine):
         assert session.erased or info["interactions"] == len(session.calls)
         assert session.erased or info["rewards"] == session.own_rewards()
         assert info["final_reward"] == session.final_reward
-
-    # -- rules ---------------------------------------------------------------------------------
 
     @initialize()
     def begin(self) -> None:

@@ -8,10 +8,9 @@ import asyncio
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,6 @@ class Service:
     keys: dict[str, str]
     """Those that concern no one session."""
     http: aiohttp.ClientSession
-    opened: Counter[str] = field(default_factory=Counter)
 
     async def open(self, tenant: str = "tenant", **body: str) -> dict[str, Any]:
         """A session of a tenant."""
@@ -198,9 +196,6 @@ async def service_at(
             assert not key or key not in said, kind
 
 
-# -- what is asked ---------------------------------------------------------------------------------
-
-
 def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, Any] | None:
     """One that the route takes, as far as it harms no other cell."""
     if method in ("GET", "HEAD"):
@@ -299,9 +294,6 @@ async def send(
     return Answer(response.status, code, text)
 
 
-# -- what is to be answered ------------------------------------------------------------------------
-
-
 def verdict(rule: scopes.RouteRule, kind: str, template: str) -> str:
     """From the table alone."""
     if Scope.NONE in rule.scopes:
@@ -360,9 +352,6 @@ async def all_of(tasks: Iterable[Any]) -> list[str]:
             return str(await task)
 
     return [result for result in await asyncio.gather(*map(one, tasks)) if result]
-
-
-# -- the proof -------------------------------------------------------------------------------------
 
 
 async def test_every_route_lets_in_only_the_kinds_of_keys_that_its_rule_names(

@@ -98,9 +98,6 @@ def is_exact(batch: dict[str, torch.Tensor], rows: int) -> None:
     assert batch["rewards"].shape == (rows,)
 
 
-# -- the agent workflow reference ------------------------------------------------------------------
-
-
 @pytest.mark.block(0, 105, 124, changes="AsyncOpenAI and compute_reward given")
 async def test_the_references_agent_runs_in_groups(
     code: str, service: Service, monkeypatch: pytest.MonkeyPatch
@@ -233,9 +230,6 @@ async def test_the_references_names_can_be_imported(code: str) -> None:
     assert found["ArealOpenAI"] is any_agent.EngineOpenAI
 
 
-# -- the rollout workflow reference ----------------------------------------------------------------
-
-
 def nested(code: str, levels: dict[str, int]) -> str:
     """The code with the indentation that the text has lost: of each line that begins so, from
     there on."""
@@ -363,9 +357,6 @@ async def test_the_grouped_workflows_excerpt(
     workflow.group_size = 4
     batch = await workflow.arun_episode(rollout, ITEM)
     is_exact(batch, 4)
-
-
-# -- the guide to rollouts -------------------------------------------------------------------------
 
 
 MULTI_TURN = (*((42, 55), (64, 72), (102, 111)), *((74, 86), (114, 126), (170, 175), (177, 187)))

@@ -227,8 +227,6 @@ class Chaos:
             if self._step() != now:
                 now, since = self._step(), time.monotonic()
 
-    # -- afterwards ----------------------------------------------------------------------------
-
     def audit(self, run: RunDir) -> None:
         """Hold the ledger against the folder; the service has ended."""
         ledger, figures = self.outcome.ledger, self.outcome.figures

@@ -5,7 +5,8 @@ every twenty intervals each kind of fault has one: kill -9, SIGTERM and SIGSTOP 
 process, cut connections, slow requests, a full disk, a wall clock that jumps. Memory, descriptors,
 threads, event loops' lag and the run's folder are sampled. At the end the agents' ledgers are held
 against journals and archives, and the second half's slopes against their bounds. Prints a table and
-a verdict; exit code 1 unless every promise was kept and everything is flat.
+a verdict; exit code 1 unless every promise was kept and everything is flat. It mounts a small disk,
+which needs root.
 """
 
 from __future__ import annotations
@@ -155,8 +156,6 @@ class Soak(Chaos):
         self._say(
             f"fault     {done} {kill.kind} {kill.part}: {kill.seconds:.1f} s, step {self._step()}"
         )
-
-    # -- afterwards ----------------------------------------------------------------------------
 
     def audit(self, run: RunDir) -> None:
         missing = set(KINDS) - {fault.kind for fault in self.outcome.kills}

@@ -63,9 +63,6 @@ def test_training_anew_would_notice_one_other_reward(folder: Path) -> None:
     assert others[0].startswith(f"step-{last:08d}")
 
 
-# -- the judges --------------------------------------------------------------------------------
-
-
 def interaction(id: str, text: str, **changes: object) -> Interaction:
     said = {"role": "assistant", "content": text}
     return replace(make_interaction(id, SESSION), output_message=said, **changes)  # type: ignore[arg-type]

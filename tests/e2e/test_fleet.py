@@ -142,8 +142,6 @@ class ChangingFleet(Chaos):
 
         await until(there, "the fleet's change", within=_CHANGE_TIMEOUT)
 
-    # -- afterwards ----------------------------------------------------------------------------
-
     def audit(self, run: RunDir) -> None:
         super().audit(run)
         records = self._read_records(run)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from any_agent.launcher import Node, NodeOptions
+from tests.support.e2e.killing import stopped
 from tests.support.e2e.live_run import live_config, looked_after
 from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
@@ -25,16 +26,6 @@ NOTICED = 5.0
 """Seconds within which the truth is told; the rest is for a busy machine."""
 BUSY = 10.0
 HUNG_AFTER = 8.0
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 class Lab:

@@ -30,9 +30,6 @@ from tests.support.journal import make_interaction, make_row
 HALF, END = 3600.0, 7200.0
 
 
-# -- the judges --------------------------------------------------------------------------------
-
-
 def series(kind: str, *, per_hour: float, noise: float = 0.0, start: float = HALF) -> Series:
     """Samples of ten seconds, with a slope in the kind's own unit."""
     rng, bound = random.Random(0), sampling.BOUNDS[kind]
@@ -127,9 +124,6 @@ def test_a_session_in_no_archive_or_in_two_is_seen(tmp_path: Path) -> None:
     assert audit.read_archives(run, 1, once | twice) == ["c is in 2 archives"]
     kept = {"a": Record(make_row("a"), [])}
     assert "a is in an archive and not called so" in audit.read_archives(run, 1, kept | twice)
-
-
-# -- the faults --------------------------------------------------------------------------------
 
 
 def test_processes_see_the_clock_that_is_set(tmp_path: Path) -> None:

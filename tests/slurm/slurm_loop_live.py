@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,7 @@ from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, over, said, sbatch
 from tests.slurm.lab import PATIENCE, Slurm, until
 from tests.support.e2e.audit import leaks, read_records
 from tests.support.e2e.history import consumed_in
+from tests.support.e2e.killing import stopped
 from tests.support.e2e.live_run import steps_of
 from tests.support.e2e.retrain import retrain
 
@@ -67,7 +64,7 @@ def run(cluster: Slurm, model: Path, tmp_path_factory: pytest.TempPathFactory) -
         cluster.limit(job, minutes_of(cluster, job) + 2)
         # Slurm looks at times twice a minute.
         until(lambda: len(steps_of(dir)) >= ENOUGH or "draining" in said(log), lambda: said(log))
-        with stopped(agents):
+        with stopped(agents.pid):
             until(lambda: f"{job} is queued again" in said(log), lambda: said(log))
         before = steps_of(dir)
         saved = (dir.checkpoints / "latest").read_text().strip()
@@ -78,15 +75,6 @@ def run(cluster: Slurm, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     assert agents.returncode == 0, told
     last = json.loads(told.splitlines()[-1])
     return Run(config, dir, job, said(log), before, saved, last)
-
-
-@contextmanager
-def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 def minutes_of(cluster: Slurm, job: str) -> int:

@@ -210,6 +210,11 @@ class Wire:
             # What the other side takes at once never makes us wait, and its answer is to be read.
             await asyncio.sleep(0)
 
+    async def ask(self, data: bytes) -> Reply:
+        """Send a request; its answer."""
+        await self.send(data)
+        return await self.reply()
+
     async def reply(self) -> Reply:
         """The next answer."""
         async with asyncio.timeout(LIMIT):
@@ -254,8 +259,7 @@ async def connected(part: Part) -> AsyncIterator[Wire]:
 async def exchange(part: Part, data: bytes) -> Reply:
     """One request in bytes, and what it is answered."""
     async with connected(part) as wire:
-        await wire.send(data)
-        return await wire.reply()
+        return await wire.ask(data)
 
 
 def request(

@@ -109,8 +109,6 @@ class Model:
         self.too_small: list[Session] = []
         """Members of groups that closed just now: the service rejects them within a second."""
 
-    # -- opening -------------------------------------------------------------------------------
-
     def may_open(self, wanted: Opened) -> Verdict:
         newest = self.lanes.get(wanted.key or "")
         if newest is not None and newest.state == "open":
@@ -138,8 +136,6 @@ class Model:
         if wanted.group is None and wanted.task is not None:
             self.tasks[wanted.task] = session.group
         self.groups[session.group].members.append(session)
-
-    # -- a session's life ----------------------------------------------------------------------
 
     def call(self, session: Session) -> Verdict:
         return OK if session.state == "open" else CLOSED
@@ -230,8 +226,6 @@ class Model:
             for member in finalized:
                 member.state = "rejected"
             self.too_small += finalized
-
-    # -- training ------------------------------------------------------------------------------
 
     def ready(self) -> list[list[Session]]:
         """What can be leased: whole groups."""

@@ -111,9 +111,6 @@ def unseen(ledger: Ledger, records: Mapping[str, Record]) -> list[str]:
     return out
 
 
-# -- counters ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Counters:
     """One proxy's own count of its sessions."""
@@ -166,9 +163,6 @@ def unbalanced(
     return out
 
 
-# -- exactness ---------------------------------------------------------------------------------
-
-
 def sample_checks(
     config: Config,
     records: Mapping[str, Record],
@@ -198,9 +192,6 @@ def sample_checks(
 def worst_error(checks: Iterable[Check]) -> float:
     """NaN, which compares false with any bound, if one is not a number."""
     return float(np.max([check.error for check in checks], initial=0.0))
-
-
-# -- logs ------------------------------------------------------------------------------------
 
 
 def leaks(run: RunDir, secrets: Iterable[str]) -> list[str]:

@@ -106,8 +106,6 @@ class Crowd:
                 tasks.create_task(agent())
         return sum(right) / len(right)
 
-    # -- sessions ------------------------------------------------------------------------------
-
     def _jobs(self) -> Iterator[tuple[Item, str]]:
         """Each prompt as often as a group is large; ends between two groups."""
         number = 0
@@ -162,8 +160,6 @@ class Crowd:
                 return
             talk += [{"role": "assistant", "content": got[1]}, {"role": "user", "content": "on"}]
         await self._finalize(told)
-
-    # -- requests ------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _sdk(self) -> AsyncIterator[openai.AsyncOpenAI]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
 import signal
 import struct
@@ -14,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from any_agent.launcher import Node
-from tests.support.e2e.killing import Kill, end_part
+from tests.support.e2e.killing import Kill, end_part, stopped
 from tests.support.e2e.wire import Wire
 from tests.support.small_disk import Disk
 from tests.support.waiting import until
@@ -134,14 +132,8 @@ class Faults:
         return f"rank-{rank}" if part == "proxy" else f"engine-{rank}"
 
     async def _stop(self, name: str) -> None:
-        part = self._node.parts[name]
-        pid = part.pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(self._node.parts[name].pid):
             await asyncio.sleep(self._rng.uniform(*_STOPPED))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
         await self._ready(name)
 
     async def _ready(self, name: str) -> None:

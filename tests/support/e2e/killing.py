@@ -8,7 +8,8 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,17 @@ async def end_part(
     os.kill(part.pid, number)
     killed(name)
     await until(back, f"{name}, which got {number.name},", within=_PATIENCE)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT at the end of the block, if the process is still there."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _size(path: Path) -> int:
