@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from any_agent.record import InteractionTree
