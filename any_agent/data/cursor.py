@@ -48,7 +48,7 @@ class DatasetCursor:
         self._beyond: set[int] = set()
         """Consumed positions above the low-water mark; all positions below it are consumed."""
         self._dull: dict[int, tuple[int, int]] = {}
-        """Of items: how often in a row they were dull, and the last pass in which they were."""
+        """By item: how often in a row it was dull, and the last pass in which it was."""
         self._lock = threading.Lock()
         self._order = lru_cache(maxsize=2)(self._drawn)
 

@@ -8,15 +8,13 @@ import json
 import logging
 import math
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from any_agent.auth.access import run_dir_of
 from any_agent.cli.replay import add_replay_arguments
 from any_agent.config import LOOPBACK, Config, load_config
-from any_agent.doctor.forward_pass import Forward
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.inference import RemoteSGLangEngine
 from any_agent.inference.text_codec import TextCodec, words_of
@@ -26,12 +24,11 @@ from any_agent.record import InteractionTree, is_frozen, lacks_texts
 from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse, printable
 from any_agent.types import GenerationHyperparameters, Interaction, Message, ModelRequest
 from proxy_ext.archive.records import ArchiveRecord
+from proxy_ext.export.forced_logprobs import Progress, call_logprobs, load_forward
 from proxy_ext.export.reader import find_session, newest_session
+from proxy_ext.export.replay_all import replay_all
 
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, with log-probabilities at temperature 1, in all engines."""
 _AT_ONCE = 8  # answers that are sampled at the same time
-_QUIET = 2.0  # seconds between two lines of progress
 _MAX_SHOWN = 600  # characters of an answer that are printed
 
 
@@ -118,9 +115,6 @@ def replay(arguments: argparse.Namespace) -> int:
     if _chooses(arguments):
         if arguments.session is not None:
             raise ConfigError("name one session, or choose several by options, not both")
-        # Its module imports this one.
-        from proxy_ext.export.replay_all import replay_all
-
         return replay_all(arguments, _weights(arguments, config))
     record = _record(config, arguments.session or _newest(config))
     source = _weights(arguments, config)
@@ -215,72 +209,6 @@ def _engine(arguments: argparse.Namespace, source: WeightsSource) -> RemoteSGLan
 # -- log-probabilities -----------------------------------------------------------------------------
 
 
-def call_logprobs(tree: InteractionTree, forward: Forward) -> dict[str, list[float]]:
-    """Return the log-probabilities of each call's output under the weights, by the call's id.
-
-    Raises ConfigError for ids that these weights do not have.
-    """
-    nodes = list(tree)
-    highest = max((int(ids.max()) for n in nodes for ids in _ids(n) if len(ids)), default=0)
-    if highest >= forward.vocab_size:
-        raise ConfigError(
-            f"the weights have {forward.vocab_size} token ids, and the session has the id "
-            f"{highest}: it was recorded with another tokenizer"
-        )
-    found: dict[str, list[float]] = {}
-    continued = {node.parent_id for node in nodes}
-    say = _Progress()
-    for leaf in nodes:
-        if leaf.id not in continued:
-            found |= _path_logprobs(forward, tree.path(leaf.id), found)
-            say(f"{len(found)} of {len(nodes)} calls compared")
-    return found
-
-
-def _ids(node: Interaction) -> tuple[Any, Any]:
-    return node.prompt_delta_ids, node.output_ids
-
-
-def load_forward(source: WeightsSource, device: str) -> Forward:
-    """Load the weights for forward passes; StartupError where they cannot be."""
-    import torch
-
-    path = str(source.weights.path)
-    print(f"loading {path}", file=sys.stderr, flush=True)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return Forward(path, device)
-    except Exception as error:
-        # Foreign code: whatever it raises is about the folder or the machine.
-        why = f"{type(error).__name__}: {error}"[:300]
-        raise StartupError(f"the weights in {path} cannot be loaded: {why}") from error
-
-
-def _path_logprobs(
-    forward: Forward, path: Sequence[Interaction], known: Mapping[str, object]
-) -> dict[str, list[float]]:
-    """Return the log-probabilities of the outputs on a path, by call, but for the known ones."""
-    ids: list[int] = []
-    wanted: list[float | None] = []
-    for node in path:
-        prompt, output = (part.tolist() for part in _ids(node))
-        ids += [*prompt, *output]
-        scale = None if node.id in known else _temperature(node.gconfig)
-        wanted += [None] * len(prompt)
-        wanted += [scale] * len(output)
-    values = iter(forward.token_logprobs(ids, wanted))
-    return {
-        node.id: [next(values) for _ in range(len(node.output_ids))]
-        for node in path
-        if node.id not in known
-    }
-
-
-def _temperature(gconfig: GenerationHyperparameters) -> float:
-    return gconfig.temperature if gconfig.temperature >= _GREEDY_BELOW else 1.0
-
-
 def _call(
     tree: InteractionTree, node: Interaction, number: int, now: list[float], codec: TextCodec
 ) -> ReplayedCall:
@@ -316,7 +244,7 @@ async def _answer(
 ) -> None:
     """Sample an answer to each recorded prompt."""
     room = asyncio.Semaphore(_AT_ONCE)
-    say = _Progress()
+    say = Progress()
     done = 0
 
     async def answer(call: ReplayedCall) -> None:
@@ -368,18 +296,6 @@ def message_of(
     )
     parser.feed(output)
     return parser.finish()[1].to_message()
-
-
-class _Progress:
-    """Prints to standard error, at most every two seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if time.monotonic() - self._last > _QUIET:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
 
 
 # -- the report ------------------------------------------------------------------------------------

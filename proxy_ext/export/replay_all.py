@@ -16,8 +16,8 @@ from any_agent.errors import ConfigError
 from any_agent.inference.weights_source import WeightsSource
 from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.choice import group_of, score_of
+from proxy_ext.export.forced_logprobs import call_logprobs, load_forward
 from proxy_ext.export.reader import RunSessions, credited
-from proxy_ext.export.replay import call_logprobs, load_forward
 
 _MOST_CHANGED = 5
 
