@@ -43,6 +43,7 @@ _FILTERS = ("state", "task_id", "group_id", "tenant", "min_reward", "max_reward"
 _LATELY = {"5 minutes": 300, "hour": 3600, "day": 86_400}
 """The choices of a list of the sessions that were opened lately, in seconds."""
 _NEXT = re.compile(r"/ui(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,2}")
+_FOR_EVER = "public, max-age=31536000, immutable"
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -93,6 +94,7 @@ class Dashboard:
         self._cookie = f"any_agent_ui_{hashlib.sha256(str(run_dir.path).encode()).hexdigest()[:8]}"
         self._logins = Logins()
         self._failures = FailureLimit()
+        self._compiled: asyncio.Task[None] | None = None
         self._ranks = RankReader(forwarder, affinity, access.signer)
         self._steps = StepReader(run_dir.metrics)
         self._overview = OverviewReader(
@@ -351,16 +353,20 @@ class Dashboard:
         return _json(await self._ranks.of_session(visitor, session_id, rest, start=start))
 
     async def _static(self, request: web.BaseRequest, name: str) -> Reply:
-        def find() -> bytes | None:
-            from router.dashboard.render import static_files
+        def find() -> tuple[bytes, str] | None:
+            from router.dashboard.render import static_files, static_version
 
-            return static_files().get(name)
+            content = static_files().get(name)
+            return None if content is None else (content, static_version(name))
 
-        content = await asyncio.to_thread(find)
-        if content is None:
+        found = await asyncio.to_thread(find)
+        if found is None:
             raise NotFound("there is no such file")
-        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        content, version = found
+        tag = f'"{version}"'
+        # Pages link to a version, for which no browser need ask twice.
+        kept = _query(request).get("v") == version
+        headers = {"ETag": tag, "Cache-Control": _FOR_EVER if kept else "no-cache"}
         kind = _TYPES[name.rpartition(".")[2]]
         if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
             return Reply(status=304, kind=kind, headers=headers)
@@ -380,7 +386,16 @@ class Dashboard:
 
             return page(name, visitor=visitor, trial=self._trial, **values)
 
-        return Reply(await asyncio.to_thread(make), status, headers=dict(headers or {}))
+        body = await asyncio.to_thread(make)
+        if self._compiled is None:
+            self._compiled = asyncio.create_task(_compile_templates())
+        return Reply(body, status, headers=dict(headers or {}))
+
+
+async def _compile_templates() -> None:
+    from router.dashboard.render import compile_templates
+
+    await asyncio.to_thread(compile_templates)
 
 
 def _visitor_of(caller: Caller, key: str, request: web.BaseRequest) -> Visitor:

@@ -338,6 +338,12 @@ async def test_what_the_browser_has_is_not_sent_again(lab: Lab) -> None:
     first = await lab.get("/ui/static/style.css")
     again = await lab.get("/ui/static/style.css", **{"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
+    assert "immutable" not in again.headers["cache-control"]
+    # A page names the content, of which a browser need not ask whether it is still the same.
+    (named,) = re.findall(r'href="(/ui/static/style[^"]+)"', (await lab.get("/ui/login")).text)
+    kept = await lab.get(named)
+    assert kept.content == first.content and "immutable" in kept.headers["cache-control"]
+    assert "immutable" not in (await lab.get(f"{named}0")).headers["cache-control"]
     assert (await lab.get("/ui/static/../app.py")).status_code in (401, 404)
 
 
