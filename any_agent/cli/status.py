@@ -136,7 +136,7 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
     yield "head", f"{run['trial']} at {url}, {time.strftime('%H:%M:%S')}"
     for alarm in run["alarms"]:
         yield alarm["level"], f"{alarm['level']:<9} {_said(alarm['what'])} {_said(alarm['do'])}"
-    if not run["alarms"]:
+    if not (run["alarms"] or run["missing"]):
         how = verdict(run)
         what = "All parts are well." if how == "well" else "The trainer loads its model."
         yield "good", f"{how:<9} {what}"
@@ -158,6 +158,8 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         yield "", f"{mode:<9} {', '.join(some) or 'no sessions'}"
     if not run["sessions"]:
         yield "", "sessions  none yet: agents open them with start_session"
+    for rank in run["missing"]:
+        yield "bad", f"missing   rank {rank} gave no figures: its sessions are not in these counts"
     if run["why"]:
         yield "", f"waits     {_said(run['why'])}"
     if slots := _slots(run):

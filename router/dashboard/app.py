@@ -25,7 +25,7 @@ from router.body import RequestBody
 from router.dashboard.group import read_group
 from router.dashboard.logins import LIFETIME, FailureLimit, Logins
 from router.dashboard.overview import STATES, OverviewReader
-from router.dashboard.ranks import RankReader, Refused, Visitor
+from router.dashboard.ranks import RankReader, Refused, Visitor, reward_unknown
 from router.dashboard.service_files import keys_of, log_of, logs_of, settings_of
 from router.dashboard.tasks import LATEST, ORDERS, tasks_of
 from router.dashboard.training import StepReader, charts_of, table_of
@@ -108,7 +108,10 @@ class Dashboard:
         try:
             reply = await self._answer(request, path.removeprefix(ROOT), body)
         except _LoginNeeded as needed:
-            reply = await self._login_page(str(needed), 401, path)
+            if "/tokens/" in path:
+                reply = _json({"error": "your login has ended; load the page again"}, 401)
+            else:
+                reply = await self._login_page(str(needed), 401, path)
         except AnyAgentError as error:
             status = error.rank_status if isinstance(error, Refused) else error.status
             if "/tokens/" in path:
@@ -306,12 +309,14 @@ class Dashboard:
         _require_operator(visitor)
         run, name = self._run_dir, query.get("log")
         log = await asyncio.to_thread(log_of, run, name) if name else None
+        keys, problem = await asyncio.to_thread(keys_of, run)
         return await self._page(
             "service.html",
             visitor,
             log=log,
             logs=await asyncio.to_thread(logs_of, run),
-            keys=await asyncio.to_thread(keys_of, run),
+            keys=keys,
+            problem=problem,
             settings=await asyncio.to_thread(settings_of, run),
         )
 
@@ -326,6 +331,7 @@ class Dashboard:
             known=known,
             without=without,
             missing=page.missing,
+            unknown=sum(map(reward_unknown, page.sessions)),
             orders=ORDERS,
             order=order,
         )

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from any_agent.errors import AnyAgentError, NotFound
-from router.dashboard.ranks import RankReader, Visitor
+from router.dashboard.ranks import RankReader, Visitor, reward_unknown
 from router.dashboard.trajectory import Message, Turn, turns_of
 
 MOST = 16
@@ -44,6 +44,11 @@ class GroupPage:
     """The ranks that did not answer."""
 
     @property
+    def unknown(self) -> int:
+        """The number of sessions whose own rewards went with their content: to an archive."""
+        return sum(reward_unknown(member.info) for member in self.members)
+
+    @property
     def rewards(self) -> Sequence[float]:
         return [m.info["reward"] for m in self.members if m.info["reward"] is not None]
 
@@ -55,7 +60,7 @@ class GroupPage:
     def alike(self) -> bool:
         """True if several sessions have rewards, all the same one, and all sessions are known."""
         rewards = self.rewards
-        known = not self.more and not self.missing
+        known = not self.more and not self.missing and not self.unknown
         return known and len(rewards) > 1 and min(rewards) == max(rewards)
 
 

@@ -13,6 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from router.dashboard.chart import number_text
 
+_CLOCK_ERROR = 5.0  # seconds by which machines' clocks may differ
+
 
 @cache
 def environment() -> Environment:
@@ -71,8 +73,11 @@ def span(seconds: float | None) -> str:
 
 
 def ago(at: float | None) -> str:
-    """Return the time since a moment; a clock that is off gives none in the future."""
-    return "–" if at is None else f"{span(max(0.0, time.time() - at))} ago"
+    """Return the time since a moment, or until it where the other machine's clock is ahead."""
+    if at is None:
+        return "–"
+    seconds = time.time() - at
+    return f"{span(max(0.0, seconds))} ago" if seconds > -_CLOCK_ERROR else f"in {span(-seconds)}"
 
 
 def utc(at: float | None) -> str:

@@ -277,6 +277,24 @@ def test_the_trajectory_shows_every_call_and_keeps_markup_as_text(
     assert page.locator("#call-1 .tokens").is_hidden()
 
 
+def test_tokens_that_could_not_be_read_are_asked_for_again(run: Run, browser: Browser) -> None:
+    browser.open(f"/sessions/{run.planted}")
+    page = browser.page
+    said = {"error": "rank 0, which has this session, does not answer; try again"}
+    page.route("**/tokens/*", lambda route: route.fulfill(status=503, json=said))
+    page.check("[value=logprob]")
+    problem = page.locator("#call-1 .problem")
+    sync_api.expect(problem).to_contain_text(said["error"])
+    page.unroute("**/tokens/*")
+    problem.get_by_role("button").click()
+    sync_api.expect(page.locator("#call-1 .tokens > span").first).to_be_visible()
+    sync_api.expect(problem).to_be_hidden()
+    # The browser itself tells of each answer that is an error.
+    browser.errors.clear()
+    page.check("[value=text]")
+    browser.check()
+
+
 def test_every_page_loads_in_a_browser_without_an_error(run: Run, browser: Browser) -> None:
     other = run.node.dir.path.parent / "other"
     other.mkdir()

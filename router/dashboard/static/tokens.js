@@ -47,20 +47,29 @@ function spans(data) {
   });
 }
 
+async function part(path) {
+  const reply = await fetch(path).catch(() => {
+    throw new Error("the service does not answer");
+  });
+  const data = await reply.json().catch(() => ({}));
+  if (!reply.ok) throw new Error(data.error ?? `status ${reply.status}`);
+  return data;
+}
+
 async function load(answer) {
   const box = answer.querySelector(".tokens");
+  const problem = answer.querySelector(".problem");
   const start = box.childElementCount;
-  if (answer.busy || start >= (answer.total ?? Infinity)) return;
+  // What failed once is asked for again by its button alone.
+  if (answer.busy || !problem.hidden || start >= (answer.total ?? Infinity)) return;
   answer.busy = true;
   try {
-    const reply = await fetch(`${answer.dataset.tokens}?start=${start}`);
-    const data = await reply.json();
-    if (!reply.ok) throw new Error(data.error);
+    const data = await part(`${answer.dataset.tokens}?start=${start}`);
     answer.total = data.total;
     box.append(...spans(data));
   } catch (error) {
-    answer.total = 0;
-    box.textContent = `The tokens cannot be shown: ${error.message}`;
+    problem.firstElementChild.textContent = `${start ? "More" : "The"} tokens cannot be shown: ${error.message}`;
+    problem.hidden = false;
   }
   answer.busy = false;
 }
@@ -103,6 +112,7 @@ function show(chosen) {
   view = chosen;
   explain();
   for (const answer of document.querySelectorAll(".answer")) {
+    if (view === "text") answer.querySelector(".problem").hidden = true;
     answer.querySelector(".message").hidden = view !== "text";
     answer.querySelector(".tokens").hidden = view === "text";
     for (const span of answer.querySelectorAll(".tokens > span")) paint(span);
@@ -125,6 +135,13 @@ function point(span) {
 document.addEventListener("pointerover", (event) => {
   const span = event.target.closest(".tokens > span");
   if (span?.token) point(span);
+});
+
+document.addEventListener("click", (event) => {
+  const problem = event.target.closest(".problem");
+  if (!problem || event.target.tagName !== "BUTTON") return;
+  problem.hidden = true;
+  more(problem.closest(".answer"));
 });
 
 document.addEventListener("keydown", (event) => {

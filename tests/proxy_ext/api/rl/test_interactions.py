@@ -68,6 +68,15 @@ async def test_pages_of_interactions_are_bounded_by_number_and_length(
     assert text == f"{HELLO[0]['content'][:7]} … ({len(HELLO[0]['content']) - 7} more characters)"
 
 
+def test_ten_megabytes_and_halves_of_characters_are_shown_as_text_that_ends() -> None:
+    cutter = interactions._Cutter()
+    shown = cutter.cut([{"content": "x" * (10 << 20), "half \ud83d": "\ud83d"}])
+    whole = 10 * 1024 * 1024
+    text = f"{'x' * interactions.MAX_TEXT} … ({whole - interactions.MAX_TEXT} more characters)"
+    assert shown == [{"content": text, "half ?": "?"}] and cutter.shortened
+    assert cutter.taken < 2 * interactions.MAX_TEXT
+
+
 async def test_shown_tokens_are_the_recorded_ones(proxy: Proxy) -> None:
     id = (await talk(proxy))["session_id"]
     one = (await proxy.recorded(id))[1]
