@@ -136,7 +136,7 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
     yield "head", f"{run['trial']} at {url}, {time.strftime('%H:%M:%S')}"
     for alarm in run["alarms"]:
         yield alarm["level"], f"{alarm['level']:<9} {_said(alarm['what'])} {_said(alarm['do'])}"
-    if not (run["alarms"] or run["missing"]):
+    if not run["alarms"]:
         how = verdict(run)
         what = "All parts are well." if how == "well" else "The trainer loads its model."
         yield "good", f"{how:<9} {what}"
