@@ -17,11 +17,13 @@ from multidict import CIMultiDict, istr
 
 from any_agent.auth.access import Access, Caller, Scope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError, Forbidden, InvalidRequest, NotFound, Unauthenticated
 from any_agent.keys import key_id
 from any_agent.rundir.layout import RunDir
 from router.affinity import SessionAffinity, key_in
 from router.body import RequestBody
+from router.dashboard.advantage import read_advantage
 from router.dashboard.group import read_group
 from router.dashboard.logins import LIFETIME, FailureLimit, Logins
 from router.dashboard.overview import STATES, OverviewReader
@@ -83,8 +85,10 @@ class Dashboard:
         affinity: SessionAffinity,
         metrics: MetricsRoute,
         stats: RouterStats,
+        train: TrainConfig,
     ) -> None:
         self._run_dir = run_dir
+        self._train = train
         self._access = access
         self._audit = audit
         self._replies = forwarder.replies
@@ -349,7 +353,10 @@ class Dashboard:
     ) -> Reply:
         start = _number(query, "start")
         found = await read_trajectory(self._ranks, visitor, session_id, start)
-        return await self._page("session.html", visitor, session=found, size=PAGE)
+        advantage = await read_advantage(self._ranks, visitor, found.info, self._train)
+        return await self._page(
+            "session.html", visitor, session=found, size=PAGE, advantage=advantage
+        )
 
     async def _show_tokens(
         self, visitor: Visitor, session_id: str, interaction_id: str, query: Mapping[str, str]

@@ -2,6 +2,7 @@
 
 const VERSIONS = 6; // colours
 const BOUNDS = [0.02, 0.1, 0.3, 0.7]; // probabilities between the five shades
+const LARGE = 1; // advantages beyond are of the stronger shade
 const readout = document.querySelector(".readout");
 const scale = document.querySelector(".scale");
 let view = "text";
@@ -9,10 +10,16 @@ let view = "text";
 function shade(token) {
   if (view === "mask") return token.output && token.trained ? "m1" : "m0";
   if (!token.output) return "prompt";
+  if (view === "advantage") return token.trained ? sign(token.advantage) : "m0";
   if (view === "version") return `v${token.version % VERSIONS}`;
   const probability = Math.exp(token.logprob);
   const above = BOUNDS.findIndex((bound) => probability < bound);
   return `p${above < 0 ? BOUNDS.length : above}`;
+}
+
+function sign(advantage) {
+  if (Math.abs(advantage) < 0.005) return "a0";
+  return `${advantage < 0 ? "down" : "up"}${Math.abs(advantage) > LARGE ? 2 : 1}`;
 }
 
 function figures(token) {
@@ -21,6 +28,7 @@ function figures(token) {
     const probability = Math.exp(token.logprob);
     parts.push(`log-probability ${token.logprob.toFixed(4)} (${(100 * probability).toPrecision(3)} %)`);
     parts.push(`version ${token.version}`, token.trained ? "trained" : "not trained");
+    if (token.trained && !Number.isNaN(token.advantage)) parts.push(`advantage ${token.advantage.toFixed(4)}`);
   }
   return parts.join(" · ");
 }
@@ -30,7 +38,7 @@ function paint(span) {
   if (span.token.blank) span.classList.add("blank");
 }
 
-function spans(data) {
+function spans(data, advantage) {
   return data.ids.map((id, k) => {
     const place = data.start + k;
     const output = place >= data.prompt;
@@ -39,6 +47,7 @@ function spans(data) {
     span.token = {
       id, output, place: (output ? place - data.prompt : place) + 1, trained: data.loss_mask[k] === 1,
       logprob: data.logprobs[k], version: data.versions[k], blank: text === "",
+      advantage,
     };
     // A token may be a part of a character, which the last one of them shows.
     span.textContent = text === "" ? "·" : text;
@@ -66,7 +75,7 @@ async function load(answer) {
   try {
     const data = await part(`${answer.dataset.tokens}?start=${start}`);
     answer.total = data.total;
-    box.append(...spans(data));
+    box.append(...spans(data, Number(answer.dataset.advantage ?? NaN)));
   } catch (error) {
     problem.firstElementChild.textContent = `${start ? "More" : "The"} tokens cannot be shown: ${error.message}`;
     problem.hidden = false;
@@ -97,6 +106,7 @@ function explain() {
   const keys = {
     logprob: [["p0", "below 2 %"], ["p1", "10 %"], ["p2", "30 %"], ["p3", "70 %"], ["p4", "above"]],
     version: [["v0", "one colour a version"]],
+    advantage: [["down2", "below −1"], ["down1", "negative"], ["a0", "0"], ["up1", "positive"], ["up2", "above 1"], ["m0", "not trained"]],
     mask: [["m1", "trained"], ["m0", "not trained"]],
   }[view] ?? [];
   scale.replaceChildren(...keys.map(([name, text]) => {

@@ -39,6 +39,7 @@ async def test_interactions_are_shown_with_their_tree_and_rewards(proxy: Proxy) 
     assert [c["reward"] for c in calls] == [0.25, None, None]
     # The final reward is every leaf's, and runs back with discount 1.
     assert [c["propagated"] for c in calls] == [1.25, 1.0, 1.0]
+    assert page["score"] == pytest.approx(3.25 / 3)
     tokens = [len(i.output_ids) for i in (first, second, other)]
     assert [c["output_tokens"] for c in calls] == tokens
     whole = len(first.prompt_delta_ids) + tokens[0] + len(second.prompt_delta_ids)
