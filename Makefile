@@ -46,6 +46,7 @@ demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 
 setup: $(DEV) ## install what lint and test need
 	$(call apt,redis-server,redis-server)
+	$(call apt,chromium,chromium)
 	$(call apt,node,nodejs npm)
 
 test: $(DEV) ## run the tests in process, and one service (minutes)

@@ -130,19 +130,23 @@ def advantage(own: float | None, scores: Sequence[float], train: TrainConfig) ->
         return Advantage(
             score=own,
             baseline=baseline,
-            formula=f"return − {number_text(baseline)}: the mean score of the other "
-            f"{len(scores) - 1} sessions of its group",
+            formula=f"{_less(baseline)}: the mean of the scores of the other {len(scores) - 1} "
+            "sessions of its group",
         )
     baseline = mean(scores)
-    centre = f"return − {number_text(baseline)}"
-    whose = f"score of the group's {len(scores)} sessions"
+    whose = f"of the scores of the group's {len(scores)} sessions"
     if train.normalize_std == "none":
-        return Advantage(score=own, baseline=baseline, formula=f"{centre}: the mean {whose}")
+        formula = f"{_less(baseline)}: the mean {whose}"
+        return Advantage(score=own, baseline=baseline, formula=formula)
     deviation = stdev(scores)
     return Advantage(
         score=own,
         baseline=baseline,
         scale=deviation + _FLOOR,
-        formula=f"({centre}) / ({number_text(deviation)} + {_FLOOR:g}): the mean and the standard "
-        f"deviation of the {whose}",
+        formula=f"({_less(baseline)}) / ({number_text(deviation)} + {_FLOOR:g}): the mean and the "
+        f"standard deviation {whose}",
     )
+
+
+def _less(baseline: float) -> str:
+    return f"return {'+' if baseline < 0 else '−'} {number_text(abs(baseline))}"

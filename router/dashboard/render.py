@@ -69,6 +69,8 @@ def span(seconds: float | None) -> str:
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
@@ -77,7 +79,9 @@ def ago(at: float | None) -> str:
     if at is None:
         return "–"
     seconds = time.time() - at
-    return f"{span(max(0.0, seconds))} ago" if seconds > -_CLOCK_ERROR else f"in {span(-seconds)}"
+    if seconds < -_CLOCK_ERROR:
+        return f"in {span(-seconds)}"
+    return "just now" if seconds < 1 else f"{span(seconds)} ago"
 
 
 def utc(at: float | None) -> str:

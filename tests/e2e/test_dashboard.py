@@ -256,7 +256,7 @@ def test_the_trajectory_shows_every_call_and_keeps_markup_as_text(
             strict=True,
         )
     )
-    assert third["output"] == str(calls[2]["output_tokens"])
+    assert third["output tokens"] == str(calls[2]["output_tokens"])
     assert float(third["return"]) == pytest.approx(calls[2]["propagated"], rel=1e-3)
     assert (third["style"], third["answer"]) == ("0.5", "0.25")
     for view in ("logprob", "version", "mask"):
