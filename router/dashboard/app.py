@@ -45,6 +45,7 @@ _FILTERS = ("state", "task_id", "group_id", "tenant", "min_reward", "max_reward"
 _LATELY = {"5 minutes": 300, "hour": 3600, "day": 86_400}
 """The choices of a list of the sessions that were opened lately, in seconds."""
 _NEXT = re.compile(r"/ui(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,2}")
+_COMPILE_AFTER = 0.5  # seconds
 _FOR_EVER = "public, max-age=31536000, immutable"
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _SAFE = {
@@ -408,6 +409,8 @@ class Dashboard:
 async def _compile_templates() -> None:
     from router.dashboard.render import compile_templates
 
+    # The first page comes first, with all that it loads.
+    await asyncio.sleep(_COMPILE_AFTER)
     await asyncio.to_thread(compile_templates)
 
 
