@@ -21,7 +21,7 @@ from router.dashboard.ranks import RankReader, Visitor
 
 _FLOOR = 1e-4  # as the trainer adds to the deviation
 _SAME = 1e-8  # as the trainer takes scores for equal
-MOST = 64
+MOST = 32
 """Sessions of the largest group whose scores are read."""
 _SCORED = {"stale", "untrainable", "too_long"}
 """The reasons of a step for leaving out a session whose score it has counted."""
