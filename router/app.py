@@ -28,7 +28,7 @@ from any_agent.auth.access import (
 )
 from any_agent.auth.audit_log import AuditLog
 from any_agent.completions.apis import encode_error, plain_path, require_no_websocket
-from any_agent.config import Config
+from any_agent.config import Config, TrainConfig
 from any_agent.config.litellm import may_have_keys, read_litellm_config
 from any_agent.errors import (
     AnyAgentError,
@@ -126,7 +126,9 @@ class Router:
         """Requests under way go on, and new ones are refused."""
         self._none_running = asyncio.Event()
 
-    def show_run(self, run_dir: RunDir, public_url: str, *, pages: bool) -> None:
+    def show_run(
+        self, run_dir: RunDir, public_url: str, train: TrainConfig, *, pages: bool
+    ) -> None:
         """Answer `/`, the route of the overview, and with ``pages`` what is below `/ui` here."""
         assert self._audit is not None
         dashboard = Dashboard(
@@ -138,6 +140,7 @@ class Router:
             self._affinity,
             self._metrics,
             self.stats,
+            train,
         )
         self._own["GET", OVERVIEW] = dashboard.show_overview
         front = FrontPage(public_url, self.replies, pages=pages)
@@ -356,7 +359,7 @@ async def running_router(
         audit = AuditLog(run_dir.audit / "router.jsonl")
         stack.push_async_callback(asyncio.to_thread, audit.close)
         router = Router(config, access, audit, upstream, ranks)
-        router.show_run(run_dir, public_url, pages=server.ui)
+        router.show_run(run_dir, public_url, config.train, pages=server.ui)
         await stack.enter_async_context(listening(router, listener))
         entry = RegistryEntry(
             name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid()

@@ -158,6 +158,8 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         yield "", f"{mode:<9} {', '.join(some) or 'no sessions'}"
     if not run["sessions"]:
         yield "", "sessions  none yet: agents open them with start_session"
+    for rank in run["missing"]:
+        yield "bad", f"missing   rank {rank} gave no figures: its sessions are not in these counts"
     if run["why"]:
         yield "", f"waits     {_said(run['why'])}"
     if slots := _slots(run):

@@ -79,6 +79,9 @@ class InteractionPage(BaseModel):
     start: int
     next: int | None
     """The start of the next page; null: this is the last one."""
+    score: float | None
+    """The session's score, the mean of `propagated` over all calls that training counts: a missing
+    reward is 0. Null if it counts none."""
     cut: bool
     """True if a text was too long and is not shown to its end."""
     interactions: list[InteractionView]

@@ -12,6 +12,8 @@
     service_files  settings, keys and logs
     training   the steps in `metrics.jsonl`, and their charts
     chart      the geometry of a line chart
+    group      what a group's page shows
+    advantage  the advantages of a session's calls, from its group's scores
     trajectory what a session's page shows
     render     the templates
 

@@ -14,6 +14,7 @@ _MISMATCH = 0.01  # nats; the same bound as in docs/reference/metrics.md
 _DULL = 0.5  # share of sessions whose groups scored alike
 _RECENT = 5
 _FULL_SOON = 3600.0  # seconds
+_CLOCK_OFF = 60.0  # seconds
 _MIN_SCORED = 20  # sessions since a step that say how the next ones will be
 _OTHER_TASKS = (
     "The tasks are too easy or too hard for this model: mix in others, or grade finer. "
@@ -56,6 +57,7 @@ def alarms_of(
     steps: Steps,
     waiting: str,
     since_step: Mapping[str, Any],
+    clocks: Mapping[int, float],
 ) -> list[Alarm]:
     """Return the alarms of a run, the worst first."""
     found = [
@@ -63,6 +65,7 @@ def alarms_of(
         *_of_stores(samples),
         *_of_disks(samples),
         *_of_waits(parts, slots, waiting),
+        *_of_clocks(clocks),
     ]
     if any(part.name == "trainer" and part.state != "done" for part in parts):
         found += _of_training(steps, since_step)
@@ -172,6 +175,17 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
             f"{slots['waiting']} opens wait for slots, which the trainer gives.",
             "They go on when the trainer is back.",
         )
+
+
+def _of_clocks(clocks: Mapping[int, float]) -> Iterator[Alarm]:
+    for rank, ahead in sorted(clocks.items()):
+        if abs(ahead) > _CLOCK_OFF:
+            which = "ahead of" if ahead > 0 else "behind"
+            yield Alarm(
+                "warn",
+                f"The clock of rank {rank} is {abs(ahead) / 60:,.0f} minutes {which} the router's.",
+                "Set both by NTP: the ages of that rank's sessions are wrong by as much.",
+            )
 
 
 def _of_training(steps: Steps, since_step: Mapping[str, Any]) -> Iterator[Alarm]:

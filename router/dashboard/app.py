@@ -17,15 +17,17 @@ from multidict import CIMultiDict, istr
 
 from any_agent.auth.access import Access, Caller, Scope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError, Forbidden, InvalidRequest, NotFound, Unauthenticated
 from any_agent.keys import key_id
 from any_agent.rundir.layout import RunDir
 from router.affinity import SessionAffinity, key_in
 from router.body import RequestBody
+from router.dashboard.advantage import read_advantage
 from router.dashboard.group import read_group
 from router.dashboard.logins import LIFETIME, FailureLimit, Logins
 from router.dashboard.overview import STATES, OverviewReader
-from router.dashboard.ranks import RankReader, Refused, Visitor
+from router.dashboard.ranks import RankReader, Refused, Visitor, reward_unknown
 from router.dashboard.service_files import keys_of, log_of, logs_of, settings_of
 from router.dashboard.tasks import LATEST, ORDERS, tasks_of
 from router.dashboard.training import StepReader, charts_of, table_of
@@ -43,6 +45,8 @@ _FILTERS = ("state", "task_id", "group_id", "tenant", "min_reward", "max_reward"
 _LATELY = {"5 minutes": 300, "hour": 3600, "day": 86_400}
 """The choices of a list of the sessions that were opened lately, in seconds."""
 _NEXT = re.compile(r"/ui(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,2}")
+_COMPILE_AFTER = 0.5  # seconds
+_FOR_EVER = "public, max-age=31536000, immutable"
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -82,8 +86,10 @@ class Dashboard:
         affinity: SessionAffinity,
         metrics: MetricsRoute,
         stats: RouterStats,
+        train: TrainConfig,
     ) -> None:
         self._run_dir = run_dir
+        self._train = train
         self._access = access
         self._audit = audit
         self._replies = forwarder.replies
@@ -93,6 +99,7 @@ class Dashboard:
         self._cookie = f"any_agent_ui_{hashlib.sha256(str(run_dir.path).encode()).hexdigest()[:8]}"
         self._logins = Logins()
         self._failures = FailureLimit()
+        self._compiled: asyncio.Task[None] | None = None
         self._ranks = RankReader(forwarder, affinity, access.signer)
         self._steps = StepReader(run_dir.metrics)
         self._overview = OverviewReader(
@@ -106,7 +113,10 @@ class Dashboard:
         try:
             reply = await self._answer(request, path.removeprefix(ROOT), body)
         except _LoginNeeded as needed:
-            reply = await self._login_page(str(needed), 401, path)
+            if "/tokens/" in path:
+                reply = _json({"error": "your login has ended; load the page again"}, 401)
+            else:
+                reply = await self._login_page(str(needed), 401, path)
         except AnyAgentError as error:
             status = error.rank_status if isinstance(error, Refused) else error.status
             if "/tokens/" in path:
@@ -304,12 +314,14 @@ class Dashboard:
         _require_operator(visitor)
         run, name = self._run_dir, query.get("log")
         log = await asyncio.to_thread(log_of, run, name) if name else None
+        keys, problem = await asyncio.to_thread(keys_of, run)
         return await self._page(
             "service.html",
             visitor,
             log=log,
             logs=await asyncio.to_thread(logs_of, run),
-            keys=await asyncio.to_thread(keys_of, run),
+            keys=keys,
+            problem=problem,
             settings=await asyncio.to_thread(settings_of, run),
         )
 
@@ -324,6 +336,7 @@ class Dashboard:
             known=known,
             without=without,
             missing=page.missing,
+            unknown=sum(map(reward_unknown, page.sessions)),
             orders=ORDERS,
             order=order,
         )
@@ -341,7 +354,10 @@ class Dashboard:
     ) -> Reply:
         start = _number(query, "start")
         found = await read_trajectory(self._ranks, visitor, session_id, start)
-        return await self._page("session.html", visitor, session=found, size=PAGE)
+        advantage = await read_advantage(self._ranks, visitor, found.info, self._train)
+        return await self._page(
+            "session.html", visitor, session=found, size=PAGE, advantage=advantage
+        )
 
     async def _show_tokens(
         self, visitor: Visitor, session_id: str, interaction_id: str, query: Mapping[str, str]
@@ -351,16 +367,20 @@ class Dashboard:
         return _json(await self._ranks.of_session(visitor, session_id, rest, start=start))
 
     async def _static(self, request: web.BaseRequest, name: str) -> Reply:
-        def find() -> bytes | None:
-            from router.dashboard.render import static_files
+        def find() -> tuple[bytes, str] | None:
+            from router.dashboard.render import static_files, static_version
 
-            return static_files().get(name)
+            content = static_files().get(name)
+            return None if content is None else (content, static_version(name))
 
-        content = await asyncio.to_thread(find)
-        if content is None:
+        found = await asyncio.to_thread(find)
+        if found is None:
             raise NotFound("there is no such file")
-        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        content, version = found
+        tag = f'"{version}"'
+        # Pages link to a version, for which no browser need ask twice.
+        kept = _query(request).get("v") == version
+        headers = {"ETag": tag, "Cache-Control": _FOR_EVER if kept else "no-cache"}
         kind = _TYPES[name.rpartition(".")[2]]
         if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
             return Reply(status=304, kind=kind, headers=headers)
@@ -380,7 +400,18 @@ class Dashboard:
 
             return page(name, visitor=visitor, trial=self._trial, **values)
 
-        return Reply(await asyncio.to_thread(make), status, headers=dict(headers or {}))
+        body = await asyncio.to_thread(make)
+        if self._compiled is None:
+            self._compiled = asyncio.create_task(_compile_templates())
+        return Reply(body, status, headers=dict(headers or {}))
+
+
+async def _compile_templates() -> None:
+    from router.dashboard.render import compile_templates
+
+    # The first page comes first, with all that it loads.
+    await asyncio.sleep(_COMPILE_AFTER)
+    await asyncio.to_thread(compile_templates)
 
 
 def _visitor_of(caller: Caller, key: str, request: web.BaseRequest) -> Visitor:

@@ -106,7 +106,7 @@ def draw(
         about,
         lines,
         [Tick(y(tick), number_text(tick)) for tick in ticks],
-        [Tick(x(step), str(step)) for step in ends],
+        [Tick(x(step), str(step) if place else f"step {step}") for place, step in enumerate(ends)],
         bands,
     )
 

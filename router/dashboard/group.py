@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from any_agent.errors import AnyAgentError, NotFound
-from router.dashboard.ranks import RankReader, Visitor
+from router.dashboard.ranks import RankReader, Visitor, reward_unknown
 from router.dashboard.trajectory import Message, Turn, turns_of
 
 MOST = 16
@@ -44,6 +44,11 @@ class GroupPage:
     """The ranks that did not answer."""
 
     @property
+    def unknown(self) -> int:
+        """The number of sessions whose own rewards went with their content: to an archive."""
+        return sum(reward_unknown(member.info) for member in self.members)
+
+    @property
     def rewards(self) -> Sequence[float]:
         return [m.info["reward"] for m in self.members if m.info["reward"] is not None]
 
@@ -55,7 +60,7 @@ class GroupPage:
     def alike(self) -> bool:
         """True if several sessions have rewards, all the same one, and all sessions are known."""
         rewards = self.rewards
-        known = not self.more and not self.missing
+        known = not self.more and not self.missing and not self.unknown
         return known and len(rewards) > 1 and min(rewards) == max(rewards)
 
 
@@ -66,7 +71,21 @@ async def read_group(
 
     NotFound for a group without one that the visitor may see.
     """
-    query = {"group_id": group_id, "limit": str(MOST), **({"tenant": tenant} if tenant else {})}
+    sessions, more, missing = await sessions_of(ranks, visitor, group_id, tenant, MOST)
+    if not sessions and not missing:
+        raise NotFound(f"there is no session of a group {group_id[:80]}")
+    members = await asyncio.gather(*(_member(ranks, visitor, info) for info in sessions))
+    prompt = await _prompt(ranks, visitor, members)
+    best_first = sorted(members, key=_place)
+    return GroupPage(group_id, prompt, best_first, more, missing)
+
+
+async def sessions_of(
+    ranks: RankReader, visitor: Visitor, group_id: str, tenant: str, most: int
+) -> tuple[list[Mapping[str, Any]], bool, list[int]]:
+    """Return at most so many sessions of a group, whether it has more, and the ranks that did not
+    answer."""
+    query = {"group_id": group_id, "limit": str(most), **({"tenant": tenant} if tenant else {})}
     sessions: list[Mapping[str, Any]] = []
     missing: set[int] = set()
     after = ""
@@ -75,15 +94,9 @@ async def read_group(
         sessions += page.sessions
         missing.update(page.missing)
         after = page.after
-        if not after or len(sessions) >= MOST:
+        if not after or len(sessions) >= most:
             break
-    if not sessions and not missing:
-        raise NotFound(f"there is no session of a group {group_id[:80]}")
-    more = bool(after) or len(sessions) > MOST
-    members = await asyncio.gather(*(_member(ranks, visitor, info) for info in sessions[:MOST]))
-    prompt = await _prompt(ranks, visitor, members)
-    best_first = sorted(members, key=_place)
-    return GroupPage(group_id, prompt, best_first, more, sorted(missing))
+    return sessions[:most], bool(after) or len(sessions) > most, sorted(missing)
 
 
 async def _member(ranks: RankReader, visitor: Visitor, info: Mapping[str, Any]) -> Member:

@@ -59,6 +59,8 @@ class Overview:
     why: str
     """Why the next step, or agents, wait at this moment; "" if nothing does."""
     alarms: Sequence[Alarm]
+    missing: Sequence[int]
+    """The ranks that gave no figures: their sessions, slots and rates are missing."""
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain data: of the steps the last one, and the mean times of the latest."""
@@ -139,8 +141,13 @@ class OverviewReader:
             since_step=since,
             waiting=waiting,
             why=why_waiting(parts, sessions, slots, groups),
-            alarms=alarms_of(parts, samples, slots, steps, waiting, since),
+            alarms=alarms_of(parts, samples, slots, steps, waiting, since, self._clocks()),
+            missing=[r for r in self._health.fleet.ranks if rank_name(r) not in samples],
         )
+
+    def _clocks(self) -> dict[int, float]:
+        clocks = self._ranks.clocks
+        return {rank: clocks[rank] for rank in self._health.fleet.ranks if rank in clocks}
 
     def _parts(self, samples: Mapping[str, Samples], rates: Mapping[str, float]) -> list[Part]:
         parts = [Part("router", "ready")]

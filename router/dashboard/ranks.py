@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import mktime_tz, parsedate_tz
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -52,6 +55,11 @@ class SessionsPage:
     """The ranks whose sessions are missing here."""
 
 
+def reward_unknown(info: Mapping[str, Any]) -> bool:
+    """Return whether a session's rewards may have left the journal with its content."""
+    return info["reward"] is None and info["content"] != "stored"
+
+
 class Refused(AnyAgentError):
     """The refusal of a rank, with the rank's own words."""
 
@@ -65,6 +73,8 @@ class RankReader:
         self._forwarder = forwarder
         self._affinity = affinity
         self._signer = signer
+        self.clocks: dict[int, float] = {}
+        """Seconds by which each rank's clock was ahead of ours when it answered last."""
 
     async def of_session(
         self, visitor: Visitor, session_id: str, rest: str = "", **query: object
@@ -98,7 +108,11 @@ class RankReader:
         answers = await self._ask_all(
             visitor, "/rl/v1/capacity", {}, required=False, within=_GLANCE_TIMEOUT
         )
-        return {rank: _checked(answer) for rank, answer in answers.items() if answer.status < 300}
+        found = {}
+        for rank, answer in answers.items():
+            with suppress(AnyAgentError):
+                found[rank] = _checked(answer)
+        return found
 
     async def _ask_all(
         self,
@@ -138,9 +152,17 @@ class RankReader:
             target = f"{target}?{urlencode(query)}"
         try:
             async with asyncio.timeout(within):
-                return await self._forwarder.exchange(rank, "GET", target, headers, b"")
+                answer = await self._forwarder.exchange(rank, "GET", target, headers, b"")
         except (AnyAgentError, TimeoutError):
             return None
+        self.clocks[rank] = _ahead(answer.headers.get(hdrs.DATE, ""))
+        return answer
+
+
+def _ahead(date: str) -> float:
+    """Return the seconds by which a date of HTTP is ahead of our clock; 0 if it is none."""
+    parsed = parsedate_tz(date)
+    return mktime_tz(parsed) - time.time() if parsed is not None else 0.0
 
 
 def _checked(answer: UpstreamResponse) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.auth.key_store import read_keys
-from any_agent.errors import NotFound
+from any_agent.errors import AnyAgentError, NotFound
 from any_agent.rundir.layout import RunDir
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,63}")
@@ -49,17 +49,22 @@ def settings_of(run: RunDir) -> str:
         return f"{run.resolved.name} cannot be read: {error.strerror}"
 
 
-def keys_of(run: RunDir) -> list[KeyRow]:
-    """Return the stored keys, the newest first, without their hashes."""
+def keys_of(run: RunDir) -> tuple[list[KeyRow], str]:
+    """Return the stored keys, the newest first, without their hashes, and why they cannot be read;
+    "" if they can."""
     now = time.time()
+    try:
+        found = read_keys(run.keys).keys
+    except AnyAgentError as error:
+        return [], error.message
     rows = [
         KeyRow(
             *(key.id, key.scope, key.tenant or "", key.state(now)),
             *(key.created_at, key.created_by, key.expires_at),
         )
-        for key in read_keys(run.keys).keys
+        for key in found
     ]
-    return sorted(rows, key=lambda row: -row.created_at)
+    return sorted(rows, key=lambda row: -row.created_at), ""
 
 
 def logs_of(run: RunDir) -> Sequence[str]:
@@ -84,7 +89,8 @@ def log_of(run: RunDir, name: str) -> LogTail:
     except OSError:
         raise NotFound(f"there is no log of {name} on this machine") from None
     if start:
-        content = content.partition(b"\n")[2]
+        # One line may be longer than all that is shown.
+        content = content.partition(b"\n")[2] or content
     return LogTail(name, content.decode(errors="replace"), whole=start == 0)
 
 

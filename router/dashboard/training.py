@@ -114,7 +114,7 @@ def _dull_share(line: Record) -> float | None:
 _Series = tuple[str, str, dict[str, Callable[[Record], Any]]]
 _REWARD: _Series = ("Reward", "mean score of a step's sessions", {"train": _field("reward")})
 _CHARTS: Sequence[_Series] = (
-    ("All alike", "share of sessions whose group teaches nothing", {"share": _dull_share}),
+    ("All alike", "share of sessions that teach nothing", {"share": _dull_share}),
     ("Loss", "policy loss", {"loss": _field("loss")}),
     ("Entropy", "nats, at trained tokens", {"entropy": _field("entropy")}),
     (

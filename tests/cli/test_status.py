@@ -41,6 +41,7 @@ RUN: dict[str, Any] = {
     "waiting": "",
     "why": "for slots, 3 opens",
     "since_step": {"reward": 0.75, "sessions": 16, "dull": 8},
+    "missing": [1],
     "alarms": [{"level": "bad", "what": "Rank 1 has no engine.", "do": "Read\x1b its log."}],
     "step": {"step": 12, "reward": 0.5, "staleness_mean": 0.25, "time": 0.0},
     "phases": {"wait": 3.0, "forward": 1.0, "report": 0.001},
@@ -71,6 +72,7 @@ def test_the_screen_shows_parts_sessions_waits_and_alarms() -> None:
     assert texts[10:] == [
         "train     open 2, awaiting reward 1",
         "eval      no sessions",
+        "missing   rank 1 gave no figures: its sessions are not in these counts",
         "waits     for slots, 3 opens",
         "slots     3 opens wait for one; since the run began 16 were given, 10 are taken, "
         "4 kept for groups",
@@ -80,7 +82,7 @@ def test_the_screen_shows_parts_sessions_waits_and_alarms() -> None:
 
 
 def test_a_run_that_has_just_begun_is_shown_as_well_without_figures() -> None:
-    fresh = {"alarms": [], "step": None, "phases": {}, "sessions": {}, "groups": []}
+    fresh = {"alarms": [], "missing": [], "step": None, "phases": {}, "sessions": {}, "groups": []}
     lines = list(screen(RUN | fresh, "http://x"))
     assert lines[1] == ("good", "well      All parts are well.")
     texts = [text for _, text in lines]

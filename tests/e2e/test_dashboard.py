@@ -235,7 +235,7 @@ def test_the_trajectory_shows_every_call_and_keeps_markup_as_text(
             strict=True,
         )
     )
-    assert third["output"] == str(calls[2]["output_tokens"])
+    assert third["output tokens"] == str(calls[2]["output_tokens"])
     assert float(third["return"]) == pytest.approx(calls[2]["propagated"], rel=1e-3)
     assert (third["style"], third["answer"]) == ("0.5", "0.25")
     for view in ("logprob", "version", "mask"):
@@ -254,6 +254,46 @@ def test_the_trajectory_shows_every_call_and_keeps_markup_as_text(
         browser.check()
     page.check("[value=text]")
     assert page.locator("#call-1 .tokens").is_hidden()
+
+
+def test_a_trained_session_shows_its_advantage_and_the_formula(run: Run, browser: Browser) -> None:
+    found = run.api("/rl/v1/sessions?state=trained")
+    group = next(s["group_id"] for s in found)
+    members = [s["session_id"] for s in found if s["group_id"] == group]
+    shown = []
+    for id in members:
+        browser.open(f"/sessions/{id}")
+        page = browser.page
+        assert "standard deviation of the scores" in page.locator("#advantage").inner_text()
+        page.check("[value=advantage]")
+        sync_api.expect(page.locator("#call-1 .tokens > span").first).to_be_visible()
+        browser.check()
+        score = run.api(f"/rl/v1/sessions/{id}/interactions")["score"]
+        names = page.locator(".figures.small dt").all_inner_texts()
+        values = page.locator(".figures.small dd").all_inner_texts()
+        figures = dict(zip(names, values, strict=True))
+        assert float(figures["score"]) == pytest.approx(score, rel=1e-3)
+        shown.append(float(figures["advantage, mean"]))
+    assert len(members) == 4 and sum(shown) == pytest.approx(0.0, abs=0.01)
+    page.check("[value=text]")
+
+
+def test_tokens_that_could_not_be_read_are_asked_for_again(run: Run, browser: Browser) -> None:
+    browser.open(f"/sessions/{run.planted}")
+    page = browser.page
+    said = {"error": "rank 0, which has this session, does not answer; try again"}
+    page.route("**/tokens/*", lambda route: route.fulfill(status=503, json=said))
+    page.check("[value=logprob]")
+    problem = page.locator("#call-1 .problem")
+    sync_api.expect(problem).to_contain_text(said["error"])
+    page.unroute("**/tokens/*")
+    problem.get_by_role("button").click()
+    sync_api.expect(page.locator("#call-1 .tokens > span").first).to_be_visible()
+    sync_api.expect(problem).to_be_hidden()
+    # The browser itself tells of each answer that is an error.
+    browser.errors.clear()
+    page.check("[value=text]")
+    browser.check()
 
 
 def test_every_page_loads_in_a_browser_without_an_error(run: Run, browser: Browser) -> None:

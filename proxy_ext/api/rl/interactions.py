@@ -19,7 +19,7 @@ from any_agent.protocol.interactions import (
     ListTokens,
 )
 from any_agent.record import propagate_rewards
-from any_agent.record.reward_propagation import discarded
+from any_agent.record.reward_propagation import discarded, session_score
 from any_agent.record.trainability import DISCARDED
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.api.rl.strict_body import Anyone, StrictRoute
@@ -91,7 +91,7 @@ def _page(
 ) -> dict[str, Any]:
     final = row.final_reward
     rewarded = final is not None or any(i.reward is not None for i in nodes)
-    credit = propagate_rewards(nodes, discount=discount, final_reward=final) if rewarded else {}
+    credit = propagate_rewards(nodes, discount=discount, final_reward=final)
     unused = discarded(nodes)
     before = _before(nodes)
     cutter = _Cutter()
@@ -114,7 +114,7 @@ def _page(
                 "untrainable_reason": i.untrainable_reason
                 or (DISCARDED if i.id in unused else None),
                 "reward": i.reward,
-                "propagated": credit.get(i.id),
+                "propagated": credit[i.id] if rewarded else None,
                 "prompt_tokens": tokens + len(i.prompt_delta_ids),
                 "new_prompt_tokens": len(i.prompt_delta_ids),
                 "output_tokens": n,
@@ -131,6 +131,7 @@ def _page(
         "total": len(nodes),
         "start": start,
         "next": end if end < len(nodes) else None,
+        "score": session_score(nodes, credit),
         "cut": cutter.shortened,
         "interactions": shown,
     }

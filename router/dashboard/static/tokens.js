@@ -2,6 +2,7 @@
 
 const VERSIONS = 6; // colours
 const BOUNDS = [0.02, 0.1, 0.3, 0.7]; // probabilities between the five shades
+const LARGE = 1; // advantages beyond are of the stronger shade
 const readout = document.querySelector(".readout");
 const scale = document.querySelector(".scale");
 let view = "text";
@@ -9,10 +10,16 @@ let view = "text";
 function shade(token) {
   if (view === "mask") return token.output && token.trained ? "m1" : "m0";
   if (!token.output) return "prompt";
+  if (view === "advantage") return token.trained ? sign(token.advantage) : "m0";
   if (view === "version") return `v${token.version % VERSIONS}`;
   const probability = Math.exp(token.logprob);
   const above = BOUNDS.findIndex((bound) => probability < bound);
   return `p${above < 0 ? BOUNDS.length : above}`;
+}
+
+function sign(advantage) {
+  if (Math.abs(advantage) < 0.005) return "a0";
+  return `${advantage < 0 ? "down" : "up"}${Math.abs(advantage) > LARGE ? 2 : 1}`;
 }
 
 function figures(token) {
@@ -21,6 +28,7 @@ function figures(token) {
     const probability = Math.exp(token.logprob);
     parts.push(`log-probability ${token.logprob.toFixed(4)} (${(100 * probability).toPrecision(3)} %)`);
     parts.push(`version ${token.version}`, token.trained ? "trained" : "not trained");
+    if (token.trained && !Number.isNaN(token.advantage)) parts.push(`advantage ${token.advantage.toFixed(4)}`);
   }
   return parts.join(" · ");
 }
@@ -30,7 +38,7 @@ function paint(span) {
   if (span.token.blank) span.classList.add("blank");
 }
 
-function spans(data) {
+function spans(data, advantage) {
   return data.ids.map((id, k) => {
     const place = data.start + k;
     const output = place >= data.prompt;
@@ -39,6 +47,7 @@ function spans(data) {
     span.token = {
       id, output, place: (output ? place - data.prompt : place) + 1, trained: data.loss_mask[k] === 1,
       logprob: data.logprobs[k], version: data.versions[k], blank: text === "",
+      advantage,
     };
     // A token may be a part of a character, which the last one of them shows.
     span.textContent = text === "" ? "·" : text;
@@ -47,20 +56,29 @@ function spans(data) {
   });
 }
 
+async function part(path) {
+  const reply = await fetch(path).catch(() => {
+    throw new Error("the service does not answer");
+  });
+  const data = await reply.json().catch(() => ({}));
+  if (!reply.ok) throw new Error(data.error ?? `status ${reply.status}`);
+  return data;
+}
+
 async function load(answer) {
   const box = answer.querySelector(".tokens");
+  const problem = answer.querySelector(".problem");
   const start = box.childElementCount;
-  if (answer.busy || start >= (answer.total ?? Infinity)) return;
+  // What failed once is asked for again by its button alone.
+  if (answer.busy || !problem.hidden || start >= (answer.total ?? Infinity)) return;
   answer.busy = true;
   try {
-    const reply = await fetch(`${answer.dataset.tokens}?start=${start}`);
-    const data = await reply.json();
-    if (!reply.ok) throw new Error(data.error);
+    const data = await part(`${answer.dataset.tokens}?start=${start}`);
     answer.total = data.total;
-    box.append(...spans(data));
+    box.append(...spans(data, Number(answer.dataset.advantage ?? NaN)));
   } catch (error) {
-    answer.total = 0;
-    box.textContent = `The tokens cannot be shown: ${error.message}`;
+    problem.firstElementChild.textContent = `${start ? "More" : "The"} tokens cannot be shown: ${error.message}`;
+    problem.hidden = false;
   }
   answer.busy = false;
 }
@@ -88,6 +106,7 @@ function explain() {
   const keys = {
     logprob: [["p0", "below 2 %"], ["p1", "10 %"], ["p2", "30 %"], ["p3", "70 %"], ["p4", "above"]],
     version: [["v0", "one colour a version"]],
+    advantage: [["down2", "below −1"], ["down1", "negative"], ["a0", "0"], ["up1", "positive"], ["up2", "above 1"], ["m0", "not trained"]],
     mask: [["m1", "trained"], ["m0", "not trained"]],
   }[view] ?? [];
   scale.replaceChildren(...keys.map(([name, text]) => {
@@ -103,6 +122,7 @@ function show(chosen) {
   view = chosen;
   explain();
   for (const answer of document.querySelectorAll(".answer")) {
+    if (view === "text") answer.querySelector(".problem").hidden = true;
     answer.querySelector(".message").hidden = view !== "text";
     answer.querySelector(".tokens").hidden = view === "text";
     for (const span of answer.querySelectorAll(".tokens > span")) paint(span);
@@ -125,6 +145,13 @@ function point(span) {
 document.addEventListener("pointerover", (event) => {
   const span = event.target.closest(".tokens > span");
   if (span?.token) point(span);
+});
+
+document.addEventListener("click", (event) => {
+  const problem = event.target.closest(".problem");
+  if (!problem || event.target.tagName !== "BUTTON") return;
+  problem.hidden = true;
+  more(problem.closest(".answer"));
 });
 
 document.addEventListener("keydown", (event) => {

@@ -25,6 +25,7 @@ def alarms(**changed: Any) -> list[Alarm]:
         "steps": Steps([STEP]),
         "waiting": "",
         "since_step": SINCE,
+        "clocks": {},
     }
     return alarms_of(**given | changed)
 
@@ -77,6 +78,8 @@ def test_a_run_that_is_well_has_no_alarm() -> None:
 @pytest.mark.parametrize(
     ("changed", "level", "what", "do"),
     [
+        ({"clocks": {0: 5.0, 3: 3600.0}}, "warn", "rank 3 is 60 minutes ahead of", "NTP"),
+        ({"clocks": {3: -3600.0}}, "warn", "rank 3 is 60 minutes behind", "NTP"),
         ({"parts": [Part("rank-1", "away")]}, "bad", "Rank 1 does not answer", "rank-1.log"),
         ({"parts": [Part("rank-0", "no engine")]}, "bad", "no engine", "engine-*.log"),
         ({"parts": [Part("rank-0", "disk full")]}, "bad", "no room", "Free some space"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import time
+from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -14,10 +16,11 @@ import pytest
 from any_agent.auth.key_store import create_key, revoke_key
 from any_agent.keys import key_id
 from any_agent.launcher.trial import trial_dir
+from any_agent.runtime.metrics import CONTENT_TYPE
 from tests.router.conftest import StartLab
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
-from tests.support.router import Lab, Received, says, serving
+from tests.support.router import Lab, Received, says, sends, serving
 
 ADMIN = "admin-key-1"
 KEYS = f"server.admin_key={ADMIN}"
@@ -304,6 +307,92 @@ async def test_a_rank_that_is_away_is_named(start_lab: StartLab) -> None:
     assert (await lab.get("/ui/training")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        (f"sessions/{IDS[0][:-1]}x", 404, "there is no session"),
+        ("sessions/nope", 404, "there is no session nope"),
+        ("sessions/sk-abc", 404, "there is no session sk-abc"),
+        ("sessions/ses-9-0123456789abcdef", 404, "one of rank 9"),
+        ("sessions/%ff%00%ed%a0%80", 404, "there is no session"),
+        (f"sessions/{'x' * 4000}", 404, "there is no session"),
+        (f"sessions/{IDS[0]}?start=-1", 400, "start must be a whole number"),
+        (f"sessions/{IDS[0]}?start=99999999999", 400, "start must be a whole number"),
+        (f"sessions/{IDS[0]}/more", 404, "no such page"),
+        ("static/none.css", 404, "no such file"),
+        ("service?log=none", 404, "no log of none"),
+        ("service?log=../secret", 404, "no such log"),
+        ("tasks?order=none", 200, EVIL),
+        ("training?with=../../other", 200, "No step has been made"),
+        ("sessions?task_id=%ff%00&lately=none&after=", 200, EVIL),
+        (f"sessions?{'&'.join(f'a{k}=1' for k in range(17))}", 400, "the query cannot be read"),
+    ],
+)
+async def test_an_address_that_leads_nowhere_is_answered_in_words(
+    lab: Lab, path: str, status: int, words: str
+) -> None:
+    await log_in(lab)
+    answer = await lab.get(f"/ui/{path}")
+    assert answer.status_code == status and html.escape(words) in answer.text
+    assert 'aria-label="Pages"' in answer.text, "it leads on"
+
+
+async def test_tokens_of_a_login_that_has_ended_are_refused_in_json(lab: Lab) -> None:
+    answer = await lab.get(f"/ui/sessions/{IDS[0]}/tokens/chatcmpl-1")
+    assert answer.status_code == 401 and "your login has ended" in answer.json()["error"]
+
+
+async def test_a_rank_that_gives_no_figures_is_named_beside_the_counts(
+    start_lab: StartLab,
+) -> None:
+    lab = await start_lab(ranks=2)
+    counts = b'any_agent_sessions{mode="train",state="open"} 3\n'
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: {len(counts)}"
+    lab.ranks[0].handler = sends(f"{head}\r\n\r\n".encode() + counts)
+    lab.ranks[1].handler = says(status=500)
+    shown = (await lab.get("/ui")).text
+    assert "Rank 1 gave no figures" in shown and 'data-state="train open">3' in shown
+
+
+@pytest.mark.parametrize(
+    ("off", "age", "words"), [(7210, "in 2.0 h", "ahead of"), (-7210, "2.0 h ago", "behind")]
+)
+async def test_a_rank_whose_clock_is_off_is_named_with_the_difference(
+    start_lab: StartLab, off: int, age: str, words: str
+) -> None:
+    lab = await start_lab()
+
+    async def early(received: Received) -> None:
+        now = time.time() + off
+        headers = {"date": formatdate(now, usegmt=True)}
+        listed = received.target.startswith("/rl/v1/sessions")
+        await received.answer([session(created_at=now)] if listed else {}, headers=headers)
+
+    lab.ranks[0].handler = early
+    assert age in (await lab.get("/ui/sessions")).text
+    alarm = f"The clock of rank 0 is 120 minutes {words} the router"
+    assert alarm in (await lab.get("/ui")).text
+
+
+async def test_what_left_the_journal_is_called_archived_and_not_none(lab: Lab) -> None:
+    gone = session(content="archived", interactions=0, reward=None, reward_history=[])
+
+    async def archived(received: Received) -> None:
+        if "/interactions" in received.target:
+            error = {"message": "its content is archived", "code": "content_not_stored"}
+            return await received.answer({"error": error}, status=409)
+        await received.answer([gone] if received.target.count("/") == 3 else gone)
+
+    lab.ranks[0].handler = archived
+    await log_in(lab)
+    one = (await lab.get(f"/ui/sessions/{IDS[0]}")).text
+    assert "<dt>calls</dt><dd>archived</dd>" in one
+    group = (await lab.get("/ui/groups?group_id=x")).text
+    assert "<dt>reward</dt><dd>archived</dd>" in group
+    assert "The rewards of 1 of its sessions" in group
+    assert "The rewards of 1 of these sessions" in (await lab.get("/ui/tasks")).text
+
+
 async def test_calls_that_cannot_be_read_leave_the_rest_of_the_page(lab: Lab) -> None:
     async def archived(received: Received) -> None:
         if received.target.partition("?")[0].endswith("/interactions"):
@@ -322,6 +411,12 @@ async def test_what_the_browser_has_is_not_sent_again(lab: Lab) -> None:
     first = await lab.get("/ui/static/style.css")
     again = await lab.get("/ui/static/style.css", **{"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
+    assert "immutable" not in again.headers["cache-control"]
+    # A page names the content, of which a browser need not ask whether it is still the same.
+    (named,) = re.findall(r'href="(/ui/static/style[^"]+)"', (await lab.get("/ui/login")).text)
+    kept = await lab.get(named)
+    assert kept.content == first.content and "immutable" in kept.headers["cache-control"]
+    assert "immutable" not in (await lab.get(f"{named}0")).headers["cache-control"]
     assert (await lab.get("/ui/static/../app.py")).status_code in (401, 404)
 
 

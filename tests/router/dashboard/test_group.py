@@ -27,6 +27,7 @@ class Ranks:
         self.missing = missing
         self.pages = pages
         """Pages that are empty but for the last one."""
+        self.archived: set[str] = set()
         self.hidden = 0
         """Calls of each session that are counted and not shown."""
         self.asked: list[tuple[str, int]] = []
@@ -38,7 +39,12 @@ class Ranks:
         if len(self.queries) < self.pages:
             return SessionsPage([], f"after {len(self.queries)}", self.missing)
         infos = [
-            {"session_id": id, "reward": reward, "interactions": 1 if calls is None else calls}
+            {
+                "session_id": id,
+                "reward": reward,
+                "interactions": 1 if calls is None else calls,
+                "content": "archived" if id in self.archived else "stored",
+            }
             for id, (reward, calls) in self.sessions_by_id.items()
         ]
         return SessionsPage(infos, "", self.missing)
@@ -85,6 +91,9 @@ async def test_a_group_without_a_difference_is_named(
     assert group.alike is alike
     assert not (await read(Ranks([1], a=(1.0, 1), b=(1.0, 1)))).alike, "not wholly known"
     assert len(ranks.asked) == len(rewards) + 1, "a first call was read twice"
+    ranks.archived = {"z"}
+    group = await read(ranks)
+    assert (group.unknown, group.alike) == (1, False), "z may have had another reward"
 
 
 async def test_an_unknown_group_is_refused_unless_a_rank_is_away() -> None:

@@ -31,6 +31,9 @@ def test_the_end_of_a_long_log_is_shown_in_whole_lines(
     monkeypatch.setattr(service_files, "MAX_BYTES", 10)
     tail = log_of(run, "rank-0")
     assert (tail.text, tail.whole) == ("second \ufffd\n", False)
+    for end in (b"", b"\n"):
+        (run.logs / "rank-0.log").write_bytes(b"one line without an end" + end)
+        assert log_of(run, "rank-0").text == ("one line without an end" + end.decode())[-10:]
 
 
 def test_no_file_but_a_log_is_shown(run: RunDir) -> None:
@@ -44,10 +47,14 @@ def test_no_file_but_a_log_is_shown(run: RunDir) -> None:
 
 def test_keys_are_listed_without_their_texts_and_hashes(run: RunDir) -> None:
     text, key = create_key(run.keys, "tenant", tenant="alice")
-    (row,) = keys_of(run)
+    (row,), problem = keys_of(run)
+    assert problem == ""
     assert (row.id, row.scope, row.tenant, row.state) == (key.id, "tenant", "alice", "live")
     assert text not in str(row)
     assert key.hash not in str(row)
+    run.keys.write_text("{")
+    rows, problem = keys_of(run)
+    assert rows == [] and "is no file of keys" in problem
 
 
 def test_the_settings_of_the_run_are_shown_or_said_to_be_unreadable(run: RunDir) -> None:

@@ -116,7 +116,7 @@ def test_points_are_in_proportion() -> None:
     assert (x1, x3, y1, y3) == (chart.left, chart.right, chart.bottom, chart.top)
     assert (x2, y2) == pytest.approx(((x1 + x3) / 2, (y1 + y3) / 2), abs=0.1)
     assert (line.last, chart.bands[1].title) == ("1", "step 2: a 0.5")
-    assert [tick.label for tick in chart.columns] == ["1", "3"]
+    assert [tick.label for tick in chart.columns] == ["step 1", "3"]
     numbers = {1234567: "1\u202f234\u202f567", 12.3456: "12.35", 0.00001: "1.00e-05", None: "–"}
     assert {value: number_text(value) for value in numbers} == numbers
 

@@ -39,6 +39,7 @@ async def test_interactions_are_shown_with_their_tree_and_rewards(proxy: Proxy) 
     assert [c["reward"] for c in calls] == [0.25, None, None]
     # The final reward is every leaf's, and runs back with discount 1.
     assert [c["propagated"] for c in calls] == [1.25, 1.0, 1.0]
+    assert page["score"] == pytest.approx(3.25 / 3)
     tokens = [len(i.output_ids) for i in (first, second, other)]
     assert [c["output_tokens"] for c in calls] == tokens
     whole = len(first.prompt_delta_ids) + tokens[0] + len(second.prompt_delta_ids)
@@ -66,6 +67,15 @@ async def test_pages_of_interactions_are_bounded_by_number_and_length(
     assert page["cut"]
     text = page["interactions"][0]["message_delta"][0]["content"]
     assert text == f"{HELLO[0]['content'][:7]} … ({len(HELLO[0]['content']) - 7} more characters)"
+
+
+def test_ten_megabytes_and_halves_of_characters_are_shown_as_text_that_ends() -> None:
+    cutter = interactions._Cutter()
+    shown = cutter.cut([{"content": "x" * (10 << 20), "half \ud83d": "\ud83d"}])
+    whole = 10 * 1024 * 1024
+    text = f"{'x' * interactions.MAX_TEXT} … ({whole - interactions.MAX_TEXT} more characters)"
+    assert shown == [{"content": text, "half ?": "?"}] and cutter.shortened
+    assert cutter.taken < 2 * interactions.MAX_TEXT
 
 
 async def test_shown_tokens_are_the_recorded_ones(proxy: Proxy) -> None:
