@@ -117,6 +117,12 @@ class DatasetCursor:
             now = self._next // self.length
             return sum(self._rests(item, now) for item in self._dull)
 
+    def _resting_state(self) -> dict[str, Any]:
+        """Return what was judged dull, for :meth:`state`; nothing where no item rests."""
+        if not self._dull:
+            return {}
+        return {"dull": [[item, *found] for item, found in sorted(self._dull.items())]}
+
     def _rests(self, item: int, now: int) -> bool:
         if not (found := self._dull.get(item)):
             return False
@@ -144,7 +150,7 @@ class DatasetCursor:
                 "shuffle": self.shuffle,
                 "low": self._low,
                 "beyond": sorted(self._beyond),
-                "dull": [[item, *found] for item, found in sorted(self._dull.items())],
+                **self._resting_state(),
             }
 
     def load(self, state: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def test_bash_completes_commands_options_and_choices(
         ("any-agent sess", ["sessions"]),
         ("any-agent sessions ta", ["tail"]),
         ("any-agent sessions tail --min", ["--min-reward"]),
-        ("any-agent export --format p", ["parquet", "preferences"]),
+        ("any-agent export --format p", ["parquet", "prompt-completion", "preferences"]),
         ("any-agent completion f", ["fish"]),
     ):
         program = TRY.format(script=script, words=words, last=len(words.split()) - 1)
