@@ -100,6 +100,7 @@ async def test_wrong_calls_raise_the_sdks_exceptions_and_record_nothing(
     with fails_with(openai.NotFoundError, code="model_not_found"):
         await client.models.retrieve("gpt-4o")
     assert [model.id async for model in await client.models.list()] == ["policy"]
+    assert (await client.models.retrieve("policy")).id == "policy"
     assert not engine.requests and not client.interactions
 
 

@@ -63,7 +63,7 @@ def test_prompts_and_paths_are_those_given_in_whatever_order_they_are_asked_for(
         paths.append([*prompts[n], *said])
         id = None if parent is None else str(parent)
         tree.add(make(str(n), id, prompt=new, output=said))
-    for at in (at for at in asked if at < len(turns)):
+    for at in (at for at in (*asked, *range(len(turns))) if at < len(turns)):
         assert tree.prompt_ids(str(at)).tolist() == prompts[at]
         ids = tree.path_ids(str(at))
         assert (ids.tolist(), ids.dtype) == (paths[at], np.int32)
