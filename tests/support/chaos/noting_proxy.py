@@ -21,8 +21,8 @@ def note(file: str) -> None:
     load, call = litellm_proxy.load_proxy, ConfiguredLiteLLMApp.__call__
     notes = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def with_a_new_route(path: str) -> Any:
-        app = load(path)
+    def with_a_new_route(path: str, **more: Any) -> Any:
+        app = load(path, **more)
         app.add_api_route(NEW_ROUTE, lambda: "reached", methods=["GET", "POST"])
         return app
 
