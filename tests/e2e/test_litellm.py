@@ -27,7 +27,7 @@ from proxy_ext.export.reader import read_rank
 from proxy_ext.journal.reader import ExportFilter
 from tests.support import litellm
 from tests.support.e2e.live_run import live_config
-from tests.support.fake_provider import Fault, Provider
+from tests.support.fake_provider import Answer, Provider
 from tests.support.in_thread import served_in_thread
 
 STEPS, AGENTS, LIMIT = 3, 8, 300.0
@@ -38,10 +38,11 @@ _FAILS = 4
 class Flaky(Provider):
     """Fails at one of its models from time to time, and never at another."""
 
-    async def _begin(self, request: web.Request) -> tuple[dict[str, Any], list[str], Fault | None]:
-        body, words, _ = await super()._begin(request)
-        fails = body["model"] == "gpt-4o-mini" and len(self.requests) % _FAILS == 0
-        return body, words, "500" if fails else None
+    async def _handle(self, answer: Answer, request: web.Request) -> web.StreamResponse:
+        model = (await request.json())["model"]
+        if model == "gpt-4o-mini" and len(self.requests) % _FAILS == 0:
+            self.fail("500")
+        return await super()._handle(answer, request)
 
 
 async def episode(service: RLClient, number: int, rng: random.Random) -> Counter[str] | None:

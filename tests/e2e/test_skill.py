@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.support.e2e.serving import environment, serve
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "skill" / "SKILL.md"
 ORDER = ("before", "after")
+BIN = Path(sys.executable).parent
 
 
 def test_the_skill_leads_from_a_service_to_a_trained_model(tmp_path: Path) -> None:
@@ -35,7 +38,7 @@ def bash(script: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=cwd,
-        env=environment(**more),
+        env=environment(PATH=f"{BIN}:{os.environ['PATH']}", **more),
         capture_output=True,
         text=True,
         timeout=540,
