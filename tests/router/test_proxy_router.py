@@ -88,7 +88,7 @@ async def test_sessions_open_in_turn_and_stay_where_they_are(pair: list[Proxy]) 
         assert sorted(ranks) == [0, 0, 1, 1]
         for session in opened:
             key = session["api_key"]
-            async with openai.AsyncOpenAI(base_url=f"{http.base_url}v1", api_key=key) as agent:
+            async with openai.AsyncOpenAI(base_url=http.base_url.join("v1"), api_key=key) as agent:
                 answer = await agent.chat.completions.create(model="any", messages=HELLO)  # type: ignore[arg-type]
             body = {"completion_id": answer.id, "reward": 1.0}
             headers = {"Authorization": f"Bearer {key}"}

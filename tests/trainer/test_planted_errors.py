@@ -70,6 +70,9 @@ LAWS: dict[str, Callable[..., Any]] = {
         kl_reward.test_a_token_loses_what_follows_from_it_with_reinforce_pp, "reinforce_pp"
     ),
     "trl vespo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "vespo", 1),
+    "trl gmpo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gmpo", 0),
+    "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
+    "success": advantage.test_maxrl_divides_by_the_mean_score_and_refuses_negative_ones,
     "trl gspo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gspo", 0),
     "trl dr_grpo": partial(trl.preset_equals_trl, "dr_grpo"),
     "trl cispo": partial(trl.preset_equals_trl, "cispo"),
@@ -151,7 +154,7 @@ no proximal policy | updates
 N of the whole batch | updates
     policy: [count_trained(part) for part in parts] -> [200 for part in parts]
 sums over a row | inputs
-    updates: .sum() / max(len(values), 1) -> .sum()
+    updates: differences.double().sum() / max(len(values), 1) -> differences.double().sum()
 entropies of one row | high entropy
     updates: [(e >= least) -> [(e >= np.quantile(e.numpy(), 1 - share))
 products of another row | inputs
@@ -192,7 +195,18 @@ the wrong sign | dense
 a token's ratio for the row's | trl gspo
     surrogates: ratio * torch.exp(inputs.sequence_log_ratio) -> torch.exp(logprobs - proximal)
 a row's ratio without gradient | gspo
-    surrogates: torch.exp(logprobs - logprobs.detach()) -> 0 * logprobs + 1
+    surrogates: ratio = torch.exp(logprobs - logprobs.detach()) -> ratio = 0 * logprobs + 1
+GMPO's clipped tokens learn | gmpo + trl gmpo
+    surrogates: torch.where(inside, torch.exp(logprobs - logprobs.detach()), 1.0)
+    -> torch.exp(logprobs - logprobs.detach())
+clipped ratios are summed | inputs
+    updates: clipped.sum() / max(len(values), 1) -> clipped.sum()
+DPPO leaves nothing out | dppo
+    surrogates: .masked_fill(low | high, 0.0) -> .masked_fill(low & high, 0.0)
+OPO without its lengths | length-weighted
+    advantage: [(s.length, score) for s -> [(1, score) for s
+MaxRL divides by nothing | success
+    advantage: scale = baseline if baseline else 1.0 -> scale = 1.0
 CISPO drops clipped tokens | cispo
     surrogates: -ratio.clamp(low, high) * inputs.advantages * logprobs
     -> _clipped(torch.exp(logprobs - proximal), inputs.advantages, config).loss
