@@ -169,7 +169,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def long(pytestconfig: pytest.Config) -> bool:
-    """Whether the proofs were asked for in their long form (``--long``)."""
+    """True if the proofs were asked for in their long form (``--long``)."""
     return bool(pytestconfig.getoption("--long"))
 
 

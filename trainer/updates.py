@@ -82,12 +82,8 @@ def with_sequence_means(
 
     ``base`` is an input of the loss.
     """
-    out = []
-    for row, values in zip(rows, logprobs, strict=True):
-        differences = values - row[base][row["loss_mask"].bool()]
-        mean = differences.double().sum() / max(len(values), 1)
-        out.append(row | {name: mean.to(values.dtype)})
-    return out
+    pairs = zip(rows, logprobs, strict=True)
+    return _with_means(rows, name, [v - row[base][row["loss_mask"].bool()] for row, v in pairs])
 
 
 def with_clipped_ratios(
@@ -95,14 +91,20 @@ def with_clipped_ratios(
 ) -> list[Row]:
     """Return the rows with the mean over their trained tokens of the clipped log ratio of
     ``logprobs``, which are those of pi_theta."""
-    out = []
+    clipped = []
     for row, values in zip(rows, logprobs, strict=True):
         inputs = LossInputs.of(at_trained(row, trained_positions(row)))
         proximal = values if inputs.proximal is None else inputs.proximal
-        clipped = clipped_log_ratio(values, proximal, inputs.advantages, config).double()
-        mean = clipped.sum() / max(len(values), 1)
-        out.append(row | {"sequence_clipped_ratio": mean.to(values.dtype)})
-    return out
+        clipped.append(clipped_log_ratio(values, proximal, inputs.advantages, config))
+    return _with_means(rows, "sequence_clipped_ratio", clipped)
+
+
+def _with_means(rows: Sequence[Row], name: str, values: Sequence[Tensor]) -> list[Row]:
+    """Return the rows with the mean of each one's values, 0 where it has none."""
+    return [
+        row | {name: (of_row.double().sum() / max(len(of_row), 1)).to(of_row.dtype)}
+        for row, of_row in zip(rows, values, strict=True)
+    ]
 
 
 def with_sequence_products(

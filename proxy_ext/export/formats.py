@@ -12,9 +12,10 @@ from proxy_ext.export.reader import Credited
 from proxy_ext.export.trajectories import NemoGymRollouts, atif
 
 Lines = Callable[[Mapping[str, Any], Credited], Iterator[dict[str, Any]]]
-"""From a session's row and its calls to its lines."""
+"""A function of a session's row and its calls, which yields its lines."""
 PairLine = Callable[[Pair, Conversation, Conversation, Mapping[str, Any]], dict[str, Any]]
-"""From a pair, the better and the worse conversation, and a session's row to the pair's line."""
+"""A function of a pair, the better and the worse conversation, and a session's row, which returns
+the pair's line."""
 
 
 class Format(NamedTuple):

@@ -24,11 +24,11 @@ async def client(scripted: ScriptedEngine) -> AsyncIterator[SGLangEngine]:
 
 @pytest.fixture(params=[False, True], ids=["whole", "stream"])
 def stream(request: pytest.FixtureRequest) -> bool:
-    """Whether an answer comes as a stream: a test that asks for it runs both ways."""
+    """True for a streamed answer: a test that asks for it runs both ways."""
     return bool(request.param)
 
 
 @pytest.fixture(params=[False, True], ids=["cumulative", "incremental"])
 def incremental(request: pytest.FixtureRequest) -> bool:
-    """Whether an event of a stream has the new tokens alone."""
+    """True for events of a stream that have the new tokens alone."""
     return bool(request.param)

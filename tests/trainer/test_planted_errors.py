@@ -154,7 +154,7 @@ no proximal policy | updates
 N of the whole batch | updates
     policy: [count_trained(part) for part in parts] -> [200 for part in parts]
 sums over a row | inputs
-    updates: differences.double().sum() / max(len(values), 1) -> differences.double().sum()
+    updates: of_row.double().sum() / max(len(of_row), 1) -> of_row.double().sum()
 entropies of one row | high entropy
     updates: [(e >= least) -> [(e >= np.quantile(e.numpy(), 1 - share))
 products of another row | inputs
@@ -199,8 +199,9 @@ a row's ratio without gradient | gspo
 GMPO's clipped tokens learn | gmpo + trl gmpo
     surrogates: torch.where(inside, torch.exp(logprobs - logprobs.detach()), 1.0)
     -> torch.exp(logprobs - logprobs.detach())
-clipped ratios are summed | inputs
-    updates: clipped.sum() / max(len(values), 1) -> clipped.sum()
+ratios are not clipped in the mean | inputs
+    updates: clipped.append(clipped_log_ratio(values, proximal, inputs.advantages, config))
+    -> clipped.append(values - proximal)
 DPPO leaves nothing out | dppo
     surrogates: .masked_fill(low | high, 0.0) -> .masked_fill(low & high, 0.0)
 OPO without its lengths | length-weighted

@@ -206,7 +206,7 @@ def test_wrong_messages_are_refused_by_their_place_and_parameters_by_name() -> N
 
 
 def test_thinking_becomes_the_templates_setting_or_an_effort() -> None:
-    """Where the template has no switch, an effort alone tells it not to think."""
+    """An effort alone tells a template without a switch not to think."""
     off, on = {"type": "disabled"}, {"type": "enabled", "budget_tokens": 2048}
     most = {"output_config": {"effort": "max"}}
     none: frozenset[str] = frozenset()

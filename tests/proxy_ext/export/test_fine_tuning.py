@@ -19,7 +19,7 @@ OBJECTS = {**CALL, "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 class Input(TypedDict):
-    """What both of OpenAI's formats have: chat completions' own types, and no other keys."""
+    """The fields of both of OpenAI's formats: chat completions' own types, and no other keys."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     messages: list[ChatCompletionMessageParam]

@@ -46,7 +46,7 @@ class Rank(litellm.Rank):
         return await self.http.post(path, json=IMAGE, headers=key, **options)
 
     def told_of(self, session_id: str) -> list[dict[str, Any]]:
-        """What is recorded of each call of LiteLLM's models."""
+        """The record of each call of LiteLLM's models."""
         return [kept.request["frozen"] for kept in self.recorded(session_id)]
 
     def recorded(self, session_id: str) -> list[Interaction]:
