@@ -52,6 +52,7 @@ OPERATOR_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", *SESSION_KEYS)
 """Variables with the key of commands that look at a service or change it: an operator's own, else
 that which opens sessions."""
 SESSION_ID_PREFIX = "ses-"
+_LANE_DIGITS = 24
 _KEY = re.compile(r"sk-(?:v1|judge)\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
 
@@ -71,12 +72,16 @@ class KeySigner:
     rotations.
     """
 
-    def __init__(self, secret: bytes | Callable[[float | None], Sequence[bytes]]) -> None:
+    def __init__(
+        self, secret: bytes | Callable[[float | None], Sequence[bytes]], tag: str = ""
+    ) -> None:
+        """``tag``: hexadecimal digits with which new lanes begin, to be read in their keys."""
+        self._tag = tag
         self._secrets = secret if callable(secret) else lambda _: (secret,)
 
     def mint(self, rank: int) -> tuple[Lane, str]:
         """Return a new lane and its key."""
-        lane = Lane(rank, secrets.token_hex(12))
+        lane = Lane(rank, f"{self._tag}{secrets.token_hex(12)}"[:_LANE_DIGITS])
         return lane, self.key_of(lane)
 
     def key_of(self, lane: Lane, prefix: str = SESSION_KEY_PREFIX) -> str:

@@ -40,7 +40,8 @@ def _serve(args: argparse.Namespace) -> int:
         reserve(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
     )
     raise_open_files_limit()
-    from router.app import running_router, serve
+    from router.app import running_router
+    from router.entrance import serve
 
     url = args.public_url or url_of(*listener.getsockname()[:2])
     serve(lambda: running_router(config, listener, url), config.server.drain_timeout)

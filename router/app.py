@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
-import signal
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from itertools import chain
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
@@ -27,16 +23,11 @@ from any_agent.auth.access import (
     require_loopback_client,
 )
 from any_agent.auth.audit_log import AuditLog
-from any_agent.completions.apis import encode_error, plain_path, require_no_websocket
+from any_agent.completions.apis import plain_path, require_no_websocket
 from any_agent.config import Config, TrainConfig
 from any_agent.config.litellm import may_have_keys, read_litellm_config
 from any_agent.errors import (
-    AnyAgentError,
-    Draining,
     EngineUnavailable,
-    InvalidRequest,
-    PayloadTooLarge,
-    ReplyLost,
     ServiceUnavailable,
     Unauthenticated,
 )
@@ -45,21 +36,19 @@ from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
 from any_agent.rundir.store_beside import store_beside
-from any_agent.runtime.bounded_server import BoundedConnection, BoundedServer, require_room
-from any_agent.runtime.metrics import watch_loop_lag
-from any_agent.runtime.request_limits import MAX_REQUESTS, RequestLimits, Reservation
+from any_agent.runtime.request_limits import Reservation
 from router.affinity import SessionAffinity
 from router.areal import ArealRoutes
 from router.body import BodyFields, RequestBody
-from router.client_response import SERVER, ClientResponder
 from router.dashboard.app import ROOT as UI_ROOT
 from router.dashboard.app import Dashboard
+from router.entrance import Entrance, listening
 from router.fanout import FanOut, Handler
-from router.forward import Forwarder, is_idempotent
+from router.forward import Forwarder
 from router.front_page import FrontPage
 from router.implicit_affinity import ImplicitAffinity
 from router.lease import LeaseRoute
-from router.metrics import CLIENT_LEFT, FAILED, MetricsRoute, RouterStats
+from router.metrics import MetricsRoute
 from router.open_session import MAX_BYTES, START, OpenRoute
 from router.rank_health import RankHealth
 from router.upstream import Upstream, open_upstream
@@ -67,20 +56,13 @@ from router.upstream import Upstream, open_upstream
 log = logging.getLogger(__name__)
 
 _FETCH_SITE = istr("Sec-Fetch-Site")
-_MAX_HEADER_BYTES = 32_768
-_MAX_HEADERS = 128
-_LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
-_MAX_LONG_BODIES = 8  # of the largest size in memory at once
-_ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
 OVERVIEW = "/rl/v1/overview"
 _KEYLESS = ("/", "/healthz", "/readyz", "/health", "/metrics", OVERVIEW)
 """Paths that the router answers without a key; metrics and overview check keys themselves."""
-STOP_SECONDS = 1.5
-"""Time for which aiohttp waits for requests under way, and again after it has cancelled them."""
 
 
-class Router:
-    """Handles every request."""
+class Router(Entrance):
+    """Handles every request of a run."""
 
     def __init__(
         self,
@@ -92,14 +74,11 @@ class Router:
     ) -> None:
         """Without ``audit`` there is no run folder, and `/metrics` is any rank's."""
         server = config.server
+        super().__init__(max_body_bytes=server.max_body_bytes, client_timeout=server.client_timeout)
         self._access = access
         self._server = server
-        self.limits = limits = RequestLimits(MAX_REQUESTS)
-        limits.max_bytes = max(limits.max_bytes, _MAX_LONG_BODIES * server.max_body_bytes)
         self._affinity = affinity = SessionAffinity(access.signer, lambda: ranks.fleet)
-        self.stats = RouterStats()
         self.ranks = ranks
-        self.replies = ClientResponder(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies, access.signer)
         self._conversations = ImplicitAffinity(config, forwarder)
         own = config.litellm.config
@@ -122,9 +101,6 @@ class Router:
             self._metrics = MetricsRoute(self.stats, forwarder, upstream, access, audit)
             self._own["GET", "/metrics"] = self._metrics.show
         self._dashboard: Dashboard | None = None
-        self.draining = False
-        """Requests under way go on, and new ones are refused."""
-        self._none_running = asyncio.Event()
 
     def show_run(
         self, run_dir: RunDir, public_url: str, train: TrainConfig, *, pages: bool
@@ -148,53 +124,22 @@ class Router:
         self._dashboard = dashboard if pages else None
 
     async def drain(self, within: float) -> None:
-        """Refuse new requests, and wait up to ``within`` seconds for those under way."""
-        self.draining = True
         self.ranks.stop_waiting()
-        if self.stats.running:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(within):
-                    await self._none_running.wait()
-        if self.stats.running:
-            log.warning("%d requests were not answered in time and are cut off", self.stats.running)
+        await super().drain(within)
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.stats.running += 1
-        status = CLIENT_LEFT
-        reservation: Reservation | None = None
-        try:
-            try:
-                reservation = self.limits.acquire()
-                response = await self._handle(request, reservation)
-            except AnyAgentError as error:
-                if isinstance(error, ReplyLost):
-                    error.repeatable = is_idempotent(request)
-                response = await self.replies.error(request, error)
-            status = response.status
-            return response
-        except ConnectionError:
-            raise
-        except Exception:
-            status = FAILED
-            raise
-        finally:
-            if reservation is not None:
-                reservation.release()
-            self.stats.end(request, status)
-            if self.draining and not self.stats.running:
-                self._none_running.set()
+    def check(self, request: web.BaseRequest) -> None:
+        super().check(request)
+        if self._access.open_mode:
+            headers = request.headers
+            require_loopback_client(
+                hosts=headers.getall(hdrs.HOST, ()),
+                origins=headers.getall(hdrs.ORIGIN, ()),
+                fetch_sites=headers.getall(_FETCH_SITE, ()),
+            )
 
-    async def _handle(
+    async def answer(
         self, request: web.BaseRequest, reservation: Reservation
     ) -> web.StreamResponse:
-        require_room(request)
-        self._check(request)
-        if self.draining and not request.path.startswith(_ANSWERED_WHILE_DRAINING):
-            raise Draining(
-                "the service is stopping: it finishes the requests under way and takes no new "
-                "ones; try again",
-                retry_after=5,
-            )
         body = RequestBody(request, self._server, reservation)
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
@@ -251,21 +196,6 @@ class Router:
             rank = self._conversations.rank_of_answer(fields.text("completion_id"))
         return await self.forwarder.pass_on(request, rank, body, content=fields.content)
 
-    def _check(self, request: web.BaseRequest) -> None:
-        if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:
-            raise PayloadTooLarge(f"the request's headers exceed {_LIMITS}; send shorter ones")
-        path = request.raw_path
-        # An absolute URL would name another host, and a fragment (#) would not be sent on.
-        if not path.startswith("/") or not path.isascii() or "#" in path:
-            raise InvalidRequest("the request's path must begin with / and be percent-encoded")
-        if self._access.open_mode:
-            headers = request.headers
-            require_loopback_client(
-                hosts=headers.getall(hdrs.HOST, ()),
-                origins=headers.getall(hdrs.ORIGIN, ()),
-                fetch_sites=headers.getall(_FETCH_SITE, ()),
-            )
-
     async def _healthz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer that the process lives, and with the ranks' states."""
         ranks: dict[str, dict[str, Any]] = {}
@@ -303,44 +233,6 @@ class Router:
         return entry is not None and entry.store_full
 
 
-class _Connection(BoundedConnection):
-    head_limits = _LIMITS
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Writing pauses as soon as the client takes no more, so that nothing piles up here.
-        cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=0)
-        super().connection_made(transport)
-
-    def encode(self, error: AnyAgentError, request: web.BaseRequest, status: int) -> web.Response:
-        body, headers = encode_error(error, request.path, status)
-        headers = {**headers, hdrs.SERVER: SERVER}
-        return web.json_response(body, status=status, headers=headers)
-
-
-class _Server(BoundedServer):
-    connection_type = _Connection
-
-
-@asynccontextmanager
-async def listening(router: Router, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve the router on a bound socket until the context ends."""
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(watch_loop_lag(router.stats.loop_lag))
-        low_level = _Server(
-            router.handle,
-            max_line_size=65_536,
-            # Each field is bounded before `_check` adds them up.
-            max_field_size=_MAX_HEADER_BYTES,
-            max_headers=_MAX_HEADERS,
-            auto_decompress=False,
-        )
-        runner = web.ServerRunner(low_level, shutdown_timeout=STOP_SECONDS)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, listener, backlog=2048).start()
-        yield
-
-
 @asynccontextmanager
 async def running_router(
     config: Config, listener: socket.socket, public_url: str
@@ -374,39 +266,3 @@ async def running_router(
         await heartbeat.begin()
         stack.push_async_callback(heartbeat.end)
         yield router
-
-
-def serve(running: Callable[[], AbstractAsyncContextManager[Router]], drain_timeout: float) -> None:
-    """Run the router until SIGINT, or until SIGTERM and a drain of up to ``drain_timeout`` seconds.
-
-    A second signal ends it at once. Signals are handled only in the main thread.
-    """
-    import uvloop
-
-    async def main() -> None:
-        drain, stop = asyncio.Event(), asyncio.Event()
-
-        def on_terminate() -> None:
-            (stop if drain.is_set() else drain).set()
-
-        def on_interrupt() -> None:
-            drain.set()
-            stop.set()
-
-        if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGTERM, on_terminate)
-            loop.add_signal_handler(signal.SIGINT, on_interrupt)
-        async with running() as router:
-            # The present objects stay, so the garbage collector need not scan them again and again.
-            gc.collect()
-            gc.freeze()
-            # Requests leave few cycles behind.
-            gc.set_threshold(10_000, 20, 20)
-            await drain.wait()
-            stopped = asyncio.create_task(stop.wait())
-            drained = asyncio.create_task(router.drain(drain_timeout))
-            await asyncio.wait({stopped, drained}, return_when=asyncio.FIRST_COMPLETED)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())

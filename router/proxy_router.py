@@ -39,8 +39,9 @@ from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
 from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.ports import reserve, url_of
-from router.app import Router, listening, serve
+from router.app import Router
 from router.client_response import ClientResponder
+from router.entrance import listening, serve
 from router.rank_health import RankHealth
 from router.upstream import open_upstream
 

@@ -87,11 +87,14 @@ def run_dir_of(config: Config) -> RunDir:
     return RunDir.of(config.root, *names, config.server.journal_dir)
 
 
-def signer_of(run_dir: RunDir) -> KeySigner:
-    """Return the signer of a run's session keys, which follows rotations of the run's secrets."""
+def signer_of(run_dir: RunDir, tag: str = "") -> KeySigner:
+    """Return the signer of a run's session keys, which follows rotations of the run's secrets.
+
+    ``tag``: the beginning of its lanes, `server.lane_tag`.
+    """
     now = tuple(run_dir.signing_secrets())
     watched = WatchedFile(run_dir.secret, lambda content: tuple(parse_secrets(content)), now)
-    return KeySigner(lambda within: watched.get(within=within))
+    return KeySigner(lambda within: watched.get(within=within), tag)
 
 
 def require_key(config: Config, host: str) -> None:
@@ -120,7 +123,7 @@ class Access:
 
     def __init__(self, config: Config) -> None:
         run_dir = run_dir_of(config)
-        self.signer = signer_of(run_dir)
+        self.signer = signer_of(run_dir, config.server.lane_tag or "")
         admin = config.server.admin_key
         self._admin = SecretHash(admin.get_secret_value()) if admin is not None else None
         try:

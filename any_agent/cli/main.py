@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from any_agent import __version__
 from any_agent.cli import (
+    cloud,
     completion,
     demo,
     doctor,
@@ -30,7 +31,7 @@ from any_agent.runtime.command_line import WORDS, CommandParser, add_commands, g
 
 _COMMANDS = (
     *(demo, model, serve, run, doctor, status, sessions, replay, regrade, eval, export, sft),
-    *(keys, ranks, completion),
+    *(keys, ranks, cloud, completion),
 )
 
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, overload
@@ -118,17 +119,31 @@ def load_config(
         key = elsewhere.ALIASES.get(name, name) if not own(name) else name
         return key in changes, changes.get(key)
 
-    data = {} if path is None else _read_yaml(Path(path), changed)
+    data = {} if path is None else read_yaml(Path(path), changed)
     elsewhere.translate(data, own)
     for key, value in changes.items():
         if "${" in str(value) and key not in SECRETS:
             _refuse_reference(str(value), key)
         elsewhere.put(data, key, value)
     elsewhere.settle(data, own)
+    return _validated(data, path, kind)
+
+
+def settings_of(settings: Mapping[str, Any]) -> Config:
+    """Return the settings in a mapping as a file's; ConfigError as :func:`load_config` raises."""
+    data, own = deepcopy(dict(settings)), partial(_is_own, Config)
+    elsewhere.translate(data, own)
+    elsewhere.settle(data, own)
+    return _validated(data, None, Config)
+
+
+def _validated(
+    data: Mapping[str, Any], path: str | Path | None, kind: type[AnyConfig]
+) -> AnyConfig:
     try:
         config = kind.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path, kind)) from None
+        raise ConfigError(explain(error, path, kind)) from None
     return _with_policy_entries(config)
 
 
@@ -198,7 +213,13 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: Path, changed: Callable[[str], tuple[bool, Any]]) -> dict[str, Any]:
+def read_yaml(
+    path: Path, changed: Callable[[str], tuple[bool, Any]] = lambda _: (False, None)
+) -> dict[str, Any]:
+    """Return a file's settings; ConfigError if it cannot be read, or is no mapping.
+
+    ``changed``: see `_resolve_references`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -273,7 +294,8 @@ def _alike(key: str, other: str) -> bool:
     return difflib.SequenceMatcher(None, last, known).ratio() >= _LIKENESS
 
 
-def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseModel]) -> str:
+def explain(error: ValidationError, path: str | Path | None, kind: type[BaseModel]) -> str:
+    """Return what is wrong with settings of the class ``kind``, each with what to do."""
     source = f" (from {path}, the environment or the command line)" if path else ""
     lines = [f"the configuration is wrong{source}:"]
     keys = list(known_keys(kind))

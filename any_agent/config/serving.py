@@ -144,6 +144,9 @@ class ServerConfig(Section):
     """Data-parallel ranks, each with an engine and a proxy."""
     public_url: str | None = None
     """The service's URL for agents, if it is not http://host:port."""
+    lane_tag: str | None = Field(None, pattern="^[0-9a-f]{8}$")
+    """Eight hexadecimal digits with which the lanes in this run's session keys begin, so that a
+    service of several runs at one URL, `any-agent cloud`, reads the run in a key. null: none."""
     admin_key: SecretStr | None = None
     """A key for every route. Without it, and without a key of scope admin from
     `any-agent keys create`, the service listens on loopback only, and no client needs a key."""

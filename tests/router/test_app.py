@@ -11,7 +11,7 @@ import pytest
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.rundir.registry import publish
-from router import app
+from router import entrance
 from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.router.test_affinity import IDS
@@ -291,7 +291,7 @@ async def test_the_routers_own_answers_name_their_version(pair: Lab) -> None:
 async def test_a_stop_ends_requests_that_do_not_end_by_themselves(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(entrance, "STOP_SECONDS", 0.2)
 
     lab.ranks[0].handler = never
     async with asyncio.timeout(60), serving(lab.config) as (_, port):

@@ -152,7 +152,7 @@ async def test_waiting_requests_are_bounded(
 async def test_requests_under_way_are_bounded(
     start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.app.MAX_REQUESTS", 4)
+    monkeypatch.setattr("router.entrance.MAX_REQUESTS", 4)
     lab = await start_lab()
     go = asyncio.Event()
 

@@ -162,7 +162,8 @@ class KillableRouter(Killable):
 
 def serve_router(listener: socket.socket, config: Config) -> None:
     """The life of a router, in its own process."""
-    from router.app import running_router, serve
+    from router.app import running_router
+    from router.entrance import serve
 
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     serve(lambda: running_router(config, listener, url), config.server.drain_timeout)

@@ -1,0 +1,180 @@
+"""Settings of a service for many accounts, which starts a run for each of their trainings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+
+from any_agent.config.base import Name, Section, Texts
+from any_agent.config.load import (
+    ADMIN_KEY_VARIABLE,
+    explain,
+    known_keys,
+    read_yaml,
+    settings_of,
+)
+from any_agent.config.serving import ServerConfig
+from any_agent.errors import ConfigError, InvalidRequest
+
+_SETTABLE = (
+    *("train.steps", "train.lr", "train.warmup_steps", "train.advantage_estimator", "train.loss"),
+    *("train.discount", "train.checkpoint_every", "rollout.batch_size", "rollout.sampling"),
+    *("sampling.temperature", "sampling.max_new_tokens", "sessions.group_size", "sessions.ttl"),
+)
+"""Settings that bring no file, no module and no address of the machine into a run."""
+_FIXED = ("root", "user", "experiment", "trial", "server.host", "server.port", "server.public_url")
+"""Settings of a run that follow from its account and its name."""
+
+
+class CloudServer(Section):
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = Field(8080, ge=0, le=65535)
+    """The port to listen on; 0 picks a free one."""
+    public_url: str | None = None
+    """The service's URL for agents, if it is not http://host:port."""
+    max_body_bytes: int = Field(32 * 2**20, ge=1024)
+    """The largest request body; larger ones get 413."""
+    client_timeout: float = Field(60.0, gt=0)
+    """Seconds after which a client that neither reads its answer nor sends its body is given up."""
+    body_timeout: float = Field(120.0, gt=0)
+    """Seconds in which a request's body must arrive."""
+    drain_timeout: float = Field(20.0, ge=0)
+    """Seconds that running requests have to end after SIGTERM."""
+
+    def of_run(self) -> ServerConfig:
+        """Return these bounds as a run's router takes them."""
+        names = ("max_body_bytes", "client_timeout", "body_timeout", "drain_timeout")
+        return ServerConfig(**{name: getattr(self, name) for name in names})
+
+
+class CloudDefault(Section):
+    """The run that an account's first call makes, if the account has none."""
+
+    model: Name
+    """One of `models`."""
+    preset: Name
+    """One of `presets`."""
+    experiment: Name = "default"
+    """The run's experiment."""
+
+
+class CloudConfig(Section):
+    """Every setting of `any-agent cloud`; :func:`load_cloud` makes it."""
+
+    root: Path = Path("runs")
+    """The folder of all runs: an account's files lie in `<root>/<account>/<experiment>/<trial>`."""
+    server: CloudServer = CloudServer()  # type: ignore[call-arg]
+    admin_key: SecretStr
+    """The operator's key; from the environment only."""
+    models: dict[Name, dict[str, Any]] = Field(min_length=1)
+    """By name, the settings of a run that trains this model, at least `model.path`."""
+    presets: dict[Name, dict[str, Any]] = Field(min_length=1)
+    """By name, more settings of a run, which count before those of its model."""
+    default: CloudDefault | None = None
+    """null: a call of an account without a run gets 404 `no_run`."""
+    settable: Texts = _SETTABLE
+    """Settings that an account may give its run, by dotted names."""
+    places: int = Field(1, ge=1, le=1000)
+    """Runs at once on this machine. Others wait for a place."""
+    runs_per_account: int = Field(20, ge=1)
+    """Runs that one account may have; a further one gets 429 `quota_exceeded`."""
+    idle_after: float = Field(600.0, gt=0)
+    """Seconds without a request after which a run is stopped, where it is started again by the next
+    one."""
+    quiet_after: float = Field(30.0, gt=0)
+    """The same while another run waits for a place."""
+    turn: float = Field(900.0, gt=0)
+    """Seconds that a run keeps its place while another one waits, however many requests it gets."""
+    hold: float = Field(45.0, ge=0)
+    """Seconds that a request waits for a run that starts, before it gets 503 with `Retry-After`."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds that a run has until it is ready."""
+    stop_timeout: float = Field(300.0, gt=0)
+    """Seconds that a run has to finish its step when it is stopped; later it is killed, which
+    loses nothing that was acknowledged."""
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        known = set(known_keys())
+        for name in self.settable:
+            if name not in known:
+                raise ValueError(f"settable names {name}, which is no setting of a run")
+            if name in _FIXED:
+                raise ValueError(f"settable names {name}, which follows from account and run")
+        if self.default is not None:
+            for kind, have in (("model", self.models), ("preset", self.presets)):
+                name = getattr(self.default, kind)
+                if name not in have:
+                    raise ValueError(f"default.{kind}={name} is none of {', '.join(have)}")
+        return self
+
+    def run_settings(
+        self, model: str, preset: str, given: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the settings of a run, in sections; ``own`` are those that follow from its name.
+
+        InvalidRequest for an unknown model or preset, and for a setting that is not settable.
+        """
+        for kind, name, have in (("model", model, self.models), ("preset", preset, self.presets)):
+            if name not in have:
+                raise InvalidRequest(
+                    f"there is no {kind} {name[:80]!r}; there are {', '.join(sorted(have))}",
+                    code=f"unknown_{kind}",
+                    param=kind,
+                )
+        for key in given:
+            if key not in self.settable:
+                raise InvalidRequest(
+                    f"{key[:80]!r} cannot be set for a run; {', '.join(sorted(self.settable))} can",
+                    code="not_settable",
+                    param="settings",
+                )
+        out: dict[str, Any] = {}
+        for part in (self.models[model], self.presets[preset], given, own):
+            _merge(out, part)
+        return out
+
+
+def _merge(into: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Put settings, by dotted names or in sections, over those that are there."""
+    for key, value in part.items():
+        first, _, rest = key.partition(".")
+        if rest or isinstance(value, Mapping):
+            below = into.get(first)
+            section = into[first] = dict(below) if isinstance(below, Mapping) else {}
+            _merge(section, {rest: value} if rest else value)
+        else:
+            into[key] = value
+
+
+def load_cloud(path: str | Path, environ: Mapping[str, str] | None = None) -> CloudConfig:
+    """Read a cloud's settings from YAML and its admin key from the environment.
+
+    Each model is checked with each preset. Raises ConfigError that names the file and the key.
+    """
+    environ = os.environ if environ is None else environ
+    data = read_yaml(Path(path))
+    if "admin_key" in data:
+        raise ConfigError(f"{path} must not hold admin_key: set {ADMIN_KEY_VARIABLE}")
+    if not environ.get(ADMIN_KEY_VARIABLE):
+        raise ConfigError(
+            f"any-agent cloud needs the operator's key: export {ADMIN_KEY_VARIABLE}=$(openssl rand "
+            "-hex 24)"
+        )
+    try:
+        cloud = CloudConfig.model_validate(data | {"admin_key": environ[ADMIN_KEY_VARIABLE]})
+    except ValidationError as error:
+        raise ConfigError(explain(error, path, CloudConfig)) from None
+    for model in cloud.models:
+        for preset in cloud.presets:
+            try:
+                settings_of(cloud.run_settings(model, preset, {}, {}))
+            except ConfigError as error:
+                message = f"{path}: the model {model} with the preset {preset}: {error.message}"
+                raise ConfigError(message) from None
+    return cloud

@@ -1,0 +1,203 @@
+"""The cloud: one URL at which each account's requests go to its runs, which it starts for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from urllib.parse import unquote
+
+from aiohttp import hdrs, web
+
+from any_agent.auth.access import Caller, Scope
+from any_agent.auth.audit_log import AuditLog
+from any_agent.config.cloud import CloudConfig
+from any_agent.errors import (
+    Forbidden,
+    ReplyLost,
+    ServiceUnavailable,
+    Unauthenticated,
+)
+from any_agent.keys import (
+    JUDGE_KEY_PREFIX,
+    LANE_KEY_PREFIXES,
+    SESSION_KEY_PREFIX,
+    key_id,
+    lane_in,
+    session_prefix,
+)
+from any_agent.runtime.atomic_files import make_folder, make_shared_folder
+from any_agent.runtime.request_limits import Reservation
+from router.affinity import SESSION_HEADER, key_in
+from router.body import RequestBody
+from router.cloud.accounts import Accounts
+from router.cloud.jobs import Job, Jobs
+from router.cloud.routes import OwnRoutes
+from router.cloud.store import RunStore
+from router.entrance import Entrance, listening
+from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
+
+log = logging.getLogger(__name__)
+
+FOLDER = ".cloud"
+"""The cloud's own folder in `root`; no account can have this name."""
+_TAG = 8
+_NAMED_RUN = re.compile(r"/runs/([^/]+)/([^/]+)(/.*)")
+"""`/runs/EXPERIMENT/TRIAL/...`: a request for this run of the key's account."""
+
+
+class Cloud(Entrance):
+    """Answers the routes of accounts and runs, and passes every other request on to its run."""
+
+    def __init__(
+        self,
+        config: CloudConfig,
+        accounts: Accounts,
+        store: RunStore,
+        jobs: Jobs,
+        upstream: Upstream,
+        audit: AuditLog,
+        public_url: str,
+    ) -> None:
+        server = config.server
+        super().__init__(max_body_bytes=server.max_body_bytes, client_timeout=server.client_timeout)
+        self._bounds = server.of_run()
+        self._accounts = accounts
+        self._jobs = jobs
+        self._upstream = upstream
+        self._audit = audit
+        self._routes = OwnRoutes(config, accounts, store, jobs, self.replies, public_url)
+
+    async def answer(
+        self, request: web.BaseRequest, reservation: Reservation
+    ) -> web.StreamResponse:
+        body = RequestBody(request, self._bounds, reservation)
+        path = request.raw_path.partition("?")[0]
+        path = unquote(path) if "%" in path else path
+        if path in ("/", "/healthz", "/readyz"):
+            return await self.replies.json(request, self._routes.health())
+        try:
+            handler = self._routes.find(request.method, path)
+            if handler is not None:
+                caller = self._caller(key_in(request.headers), reservation)
+                response = await handler(request, body, caller)
+                if request.method != "GET":
+                    self._audit.use(who=caller.name, route=f"{request.method} {path[:200]}")
+                return response
+            job, target = await self._job_of(request, path, reservation)
+        except (Unauthenticated, Forbidden) as error:
+            claimed = key_id(key_in(request.headers))
+            self._audit.refusal(error.code, route=path[:200], claimed=claimed)
+            raise
+        return await self._pass_on(request, body, job, target)
+
+    def _caller(self, key: str, reservation: Reservation) -> Caller:
+        """Return the holder of an account's or the operator's key."""
+        caller = self._accounts.caller(key)
+        if caller.scope is Scope.NONE:
+            raise Unauthenticated("this route needs an account's key: Authorization: Bearer <key>")
+        if caller.scope is Scope.TENANT:
+            reservation.charge_to(f"account {caller.tenant}")
+        return caller
+
+    async def _job_of(
+        self, request: web.BaseRequest, path: str, reservation: Reservation
+    ) -> tuple[Job, str]:
+        """Return the run that a request is for, and its target there."""
+        target, named = request.raw_path, None
+        if match := _NAMED_RUN.fullmatch(path):
+            named, path = (match[1], match[2]), match[3]
+            # The rest as it came: it may be percent-encoded.
+            target = "/" + target.split("/", 4)[4]
+        session = session_prefix(path) or key_in(request.headers)
+        if not session.startswith(LANE_KEY_PREFIXES):
+            session = request.headers.get(SESSION_HEADER, "")
+        if session.startswith(LANE_KEY_PREFIXES):
+            job = self._job_of_session(session)
+            reservation.charge_to(f"account {job.run.account}")
+            if named not in (None, (job.run.experiment, job.run.trial)):
+                raise Forbidden("this session is not one of the run that the URL names")
+            return job, target
+        caller = self._caller(key_in(request.headers), reservation)
+        if caller.tenant is None:
+            raise Forbidden(
+                "the operator's key is for accounts and runs; calls need an account's key"
+            )
+        if named is not None:
+            return self._routes.job_named(caller.tenant, *named), target
+        return await self._routes.default_job(caller.tenant), target
+
+    def _job_of_session(self, key: str) -> Job:
+        """Return the run that a session's or a judge's key is of; Unauthenticated for a wrong key.
+
+        It is checked here: a forged one must not start a run.
+        """
+        lane = lane_in(key)
+        job = self._jobs.by_id.get(lane.id[:_TAG]) if lane is not None else None
+        judge = key.startswith(JUDGE_KEY_PREFIX)
+        if job is None or not job.knows(key, JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX):
+            raise Unauthenticated("this session key is not valid here")
+        return job
+
+    async def _pass_on(
+        self, request: web.BaseRequest, body: RequestBody, job: Job, target: str
+    ) -> web.StreamResponse:
+        async with self._jobs.using(job) as origin:
+            headers = end_to_end(request.headers)
+            headers.popall(hdrs.EXPECT, None)
+            content: bytes | None = None
+            if not request.body_exists:
+                content = b""
+            elif body.short:
+                content = await body.read_encoded()
+            payload = body.stream() if content is None else content or None
+            try:
+                response = await self._upstream.send(
+                    request.method, origin, target, headers, payload
+                )
+            except NeverSent:
+                raise ServiceUnavailable(
+                    f"the run {job.run.name} does not answer just now; try again", retry_after=2
+                ) from None
+            except ReplyLost:
+                if body.error is not None:
+                    raise body.error from None
+                raise
+            async with response:
+                response.headers["x-any-agent-experiment"] = job.run.experiment
+                response.headers["x-any-agent-trial"] = job.run.trial
+                return await self.replies.relay(request, response)
+
+
+@asynccontextmanager
+async def running_cloud(
+    config: CloudConfig, listener: socket.socket, public_url: str
+) -> AsyncIterator[Cloud]:
+    """Serve accounts and their runs on a bound socket until the context ends."""
+    make_shared_folder(config.root)
+    folder = config.root.absolute() / FOLDER
+    make_folder(folder)
+    async with AsyncExitStack() as stack:
+        store = await RunStore.open(folder)
+        stack.push_async_callback(store.close)
+        accounts = Accounts(folder / "keys.json", config.admin_key)
+        stack.callback(accounts.close)
+        upstream = await stack.enter_async_context(open_upstream())
+        audit = AuditLog(folder / "audit.jsonl")
+        stack.push_async_callback(asyncio.to_thread, audit.close)
+        jobs = Jobs(config, store, folder, upstream, accounts.keys_of, public_url)
+        keeping = asyncio.create_task(jobs.keep())
+        stack.push_async_callback(_end, keeping)
+        cloud = Cloud(config, accounts, store, jobs, upstream, audit, public_url)
+        await stack.enter_async_context(listening(cloud, listener))
+        yield cloud
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,125 @@
+"""Which runs get a place, and which give theirs up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
+
+State = Literal["idle", "starting", "running", "stopping", "failed"]
+ASKED_FOR = 120.0
+"""Seconds for which a run stays in the queue without another request: an agent that was told to try
+again does so within them."""
+
+
+class Seat(Protocol):
+    """What the schedule knows of one run. Times are monotonic seconds."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def wanted_at(self) -> float | None:
+        """When its place in the queue begins; None for a run that nobody waits for."""
+
+    @property
+    def asked_at(self) -> float:
+        """The last request for it."""
+
+    @property
+    def started_at(self) -> float:
+        """When it became ready."""
+
+    @property
+    def calls(self) -> int:
+        """Requests that it answers now."""
+
+    @property
+    def ends(self) -> bool:
+        """It must stop: its owner said so, or it is being removed."""
+
+    @property
+    def retry_at(self) -> float:
+        """The earliest time of another start after a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How long runs keep their places; see `CloudConfig`."""
+
+    places: int
+    idle_after: float
+    quiet_after: float
+    turn: float
+
+
+S = TypeVar("S", bound=Seat)
+
+
+@dataclass(slots=True)
+class Plan(Generic[S]):
+    """What is to be done now, and when to look again at the latest."""
+
+    start: list[S] = field(default_factory=list)
+    stop: list[S] = field(default_factory=list)
+    queue: list[S] = field(default_factory=list)
+    """Those that wait for a place, the first one first."""
+    again_at: float = float("inf")
+
+
+def plan(seats: Iterable[S], now: float, rules: Rules) -> Plan[S]:
+    """Return what to start and to stop.
+
+    Whoever waits is served in the order of asking. For those that find no free place, first runs
+    stop that have been quiet for `quiet_after`, then those whose `turn` is over, one for each.
+    """
+    seats = list(seats)
+    out: Plan[S] = Plan()
+    held = [seat for seat in seats if seat.state in ("starting", "running", "stopping")]
+    waiting = sorted((s for s in seats if _waits(s, now)), key=lambda s: s.wanted_at or 0.0)
+    for seat in waiting:
+        out.again_at = min(out.again_at, seat.asked_at + ASKED_FOR)
+    # One that failed a moment ago keeps nobody waiting.
+    ready = [seat for seat in waiting if seat.retry_at <= now]
+    for seat in waiting:
+        if seat.retry_at > now:
+            out.again_at = min(out.again_at, seat.retry_at)
+    free = max(0, rules.places - len(held))
+    out.start, out.queue = ready[:free], ready[free:]
+    running = [seat for seat in held if seat.state == "running"]
+    out.stop = [seat for seat in held if seat.ends and seat.state in ("starting", "running")]
+    out.stop += [s for s in running if not s.ends and _quiet_since(s, now) >= rules.idle_after]
+    leaving = len(out.stop) + sum(seat.state == "stopping" for seat in held)
+    short = len(out.queue) - leaving
+    stay = [seat for seat in running if seat not in out.stop]
+    quiet = [seat for seat in stay if _quiet_since(seat, now) >= rules.quiet_after]
+    over = [s for s in stay if s not in quiet and now - s.started_at >= rules.turn]
+    quiet.sort(key=lambda seat: seat.asked_at)
+    over.sort(key=lambda seat: seat.started_at)
+    out.stop += (quiet + over)[: max(0, short)]
+    for seat in running:
+        if seat not in out.stop:
+            out.again_at = min(out.again_at, _leaves_at(seat, now, rules, short > 0))
+    return out
+
+
+def _waits(seat: Seat, now: float) -> bool:
+    if seat.ends or seat.state not in ("idle", "failed") or seat.wanted_at is None:
+        return False
+    return now - seat.asked_at < ASKED_FOR
+
+
+def _quiet_since(seat: Seat, now: float) -> float:
+    """Return the seconds without a request; none while it answers one."""
+    return 0.0 if seat.calls else now - max(seat.asked_at, seat.started_at)
+
+
+def _leaves_at(seat: Seat, now: float, rules: Rules, others_wait: bool) -> float:
+    """Return when a run may have to leave its place, if nothing happens before."""
+    quiet_from = now - _quiet_since(seat, now)
+    times = [] if seat.calls else [quiet_from + rules.idle_after]
+    if others_wait:
+        times.append(seat.started_at + rules.turn)
+        if not seat.calls:
+            times.append(quiet_from + rules.quiet_after)
+    return min((at for at in times if at > now), default=float("inf"))
