@@ -20,12 +20,6 @@ from any_agent.config.load import (
 from any_agent.config.serving import ServerConfig
 from any_agent.errors import ConfigError, InvalidRequest
 
-_SETTABLE = (
-    *("train.steps", "train.lr", "train.warmup_steps", "train.advantage_estimator", "train.loss"),
-    *("train.discount", "train.checkpoint_every", "rollout.batch_size", "rollout.sampling"),
-    *("sampling.temperature", "sampling.max_new_tokens", "sessions.group_size", "sessions.ttl"),
-)
-"""Settings that bring no file, no module and no address of the machine into a run."""
 _FIXED = ("root", "user", "experiment", "trial", "server.host", "server.port", "server.public_url")
 """Settings of a run that follow from its account and its name."""
 
@@ -77,8 +71,14 @@ class CloudConfig(Section):
     """By name, more settings of a run, which count before those of its model."""
     default: CloudDefault | None = None
     """null: a call of an account without a run gets 404 `no_run`."""
-    settable: Texts = _SETTABLE
-    """Settings that an account may give its run, by dotted names."""
+    settable: Texts = (
+        *("train.steps", "train.lr", "train.warmup_steps", "train.advantage_estimator"),
+        *("train.loss", "train.discount", "train.checkpoint_every", "rollout.batch_size"),
+        *("rollout.sampling", "sampling.temperature", "sampling.max_new_tokens"),
+        *("sessions.group_size", "sessions.ttl"),
+    )
+    """Settings that an account may give its run, by dotted names: none of these brings a file, a
+    module or an address into it."""
     places: int = Field(1, ge=1, le=1000)
     """Runs at once on this machine. Others wait for a place."""
     runs_per_account: int = Field(20, ge=1)

@@ -63,7 +63,7 @@ class Job:
         self.failures = 0
         """Failures since it was ready last."""
         self.note = ""
-        """What its last failure was."""
+        """The words of its last failure."""
         self.position = 0
         """Its position in the queue, from 1; 0 while it is not in it."""
         self.origin = ""

@@ -13,7 +13,7 @@ again does so within them."""
 
 
 class Seat(Protocol):
-    """What the schedule knows of one run. Times are monotonic seconds."""
+    """One run, as the schedule sees it. Times are monotonic seconds."""
 
     @property
     def state(self) -> State: ...
@@ -58,12 +58,12 @@ S = TypeVar("S", bound=Seat)
 
 @dataclass(slots=True)
 class Plan(Generic[S]):
-    """What is to be done now, and when to look again at the latest."""
+    """The changes to make now, and the latest time of the next look."""
 
     start: list[S] = field(default_factory=list)
     stop: list[S] = field(default_factory=list)
     queue: list[S] = field(default_factory=list)
-    """Those that wait for a place, the first one first."""
+    """The runs that wait for a place, the first one first."""
     again_at: float = float("inf")
 
 

@@ -93,7 +93,10 @@ class RunStore:
         row = (run.id, run.account, run.experiment, run.trial, run.model, run.preset)
         rest = (json.dumps(run.settings), run.wish, run.created_at)
         marks = ", ".join("?" * (len(row) + len(rest)))
-        statement = f"INSERT OR REPLACE INTO runs VALUES ({marks})"
+        # Nothing else of a run changes; another run of its name is an error.
+        statement = (
+            f"INSERT INTO runs VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET wish = excluded.wish"
+        )
         await self._commit(statement, (*row, *rest), lambda: self.runs.update({run.id: run}))
 
     async def remove(self, run: Run) -> None:

@@ -40,6 +40,13 @@ session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "reference" / "configuration.md"
 TREE = "Config"
+CLOUD_TREE = "CloudConfig"
+CLOUD_SECTIONS = {"CloudServer": "server", "CloudDefault": "default"}
+CLOUD_HEAD = """## The file of `any-agent cloud`
+
+[Run a service for many](../how-to/run-a-service.md) has an example. Its settings come from the file
+alone; the operator's key is `ANY_AGENT_SERVER__ADMIN_KEY` in the environment.
+"""
 METRICS_TARGET = ROOT / "docs" / "reference" / "metrics.md"
 KEYS_TARGET = ROOT / "docs" / "reference" / "keys.md"
 SESSIONS_TARGET = ROOT / "docs" / "reference" / "sessions.md"
@@ -214,7 +221,13 @@ def render(source: str) -> str:
     """Return the document of the settings that this text defines."""
     classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     parts = [HEAD, "## Top level\n", _table(_settings(classes[TREE], classes))]
-    return "\n".join([*parts, *_sections(classes[TREE], classes), _aliases()])
+    parts += [*_sections(classes[TREE], classes), _aliases()]
+    if CLOUD_TREE in classes:
+        parts += [CLOUD_HEAD, _table(_settings(classes[CLOUD_TREE], classes))]
+        for kind, name in CLOUD_SECTIONS.items():
+            parts += [f"### `{name}` of a cloud\n"]
+            parts += [_table(_settings(classes[kind], classes), prefix=f"{name}.")]
+    return "\n".join(parts)
 
 
 def _aliases() -> str:
@@ -290,7 +303,7 @@ def _default(value: ast.expr | None) -> tuple[str, list[str]]:
         if factory is not None:
             return f"({ast.unparse(factory).strip('_')})", limits
         value = value.args[0] if value.args else None
-    return (_plain(value) if value is not None else ""), limits
+    return (_plain(value) if value is not None else "(needed)"), limits
 
 
 def _plain(value: ast.expr) -> str:
@@ -321,6 +334,7 @@ def _type(annotation: str) -> str:
     names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
     names |= {"TrackerNames": "list of texts", "NormalizeStd": "group / batch / none"}
+    names |= {"dict[Name, dict[str, Any]]": "settings by name"}
     return names[out]
 
 

@@ -1,0 +1,198 @@
+"""Two accounts, each with a key and nothing else, train their own models on one place by turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from any_agent.config.load import load_config
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.ports import free_port
+from tests.support.e2e import audit
+from tests.support.e2e.live_run import read_records, steps_of
+from tests.support.taught_models import copy_model
+from tests.support.waiting import until
+
+ADMIN = "the operator's key of this test"
+STEPS = 4
+ACCOUNTS = ("alice", "bob")
+PROGRAM = """
+import asyncio, json, os
+from aiohttp import ClientSession
+from any_agent.sdk import AgentRunner
+
+class MyAgent:
+    async def run(self, prompt):
+        url = os.environ["OPENAI_BASE_URL"]
+        async with ClientSession(base_url=url) as session:
+            response = await session.post("/v1/chat/completions", json={
+                "model": "gpt-3.5-turbo",
+                "messages": [{"role": "user", "content": prompt}],
+            })
+            response.raise_for_status()
+            done = await response.json()
+            text = done["choices"][0]["message"]["content"] or ""
+            reward = (sum(map(ord, text)) % 101) / 100
+            answer = await session.post("/rl/v1/set_reward", json={
+                "completion_id": done["id"], "reward": reward,
+            })
+            answer.raise_for_status()
+            (await session.post("/rl/v1/finalize", json={"final_reward": 0.5})).raise_for_status()
+
+async def main():
+    prompts = [f"count from {k}" for k in range(6)]
+    for epoch in range(100):
+        results = await AgentRunner().run(MyAgent().run, prompts, group_size=4)
+        told = [r.session_id for r in results if r.state == "finalized"]
+        print(json.dumps(told), flush=True)
+        if len(results) < 4 * len(prompts):
+            break
+
+asyncio.run(main())
+"""
+"""An agent as the documents' second phase has it, and the sessions that it was told are done."""
+
+
+@contextmanager
+def cloud(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    environ = os.environ | {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN}
+    with open(log, "ab") as out:
+        command = [sys.executable, "-m", "any_agent.cli", "cloud", "--config", str(config)]
+        process = subprocess.Popen(command, env=environ, stdout=out, stderr=out)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+
+
+def write_config(path: Path, model: Path, port: int) -> None:
+    settings = {
+        "root": str(path.parent / "runs"),
+        "server": {"port": port},
+        "models": {"tiny": {"model": {"path": str(model)}, "server": {"ranks": 1}}},
+        "presets": {
+            "short": {
+                "model.enable_thinking": False,
+                "sampling.max_new_tokens": 16,
+                "sessions.group_size": 4,
+                "rollout": {"batch_size": 8, "max_concurrent": 16},
+                "train": {"steps": STEPS, "lr": 1e-3, "checkpoint_every": 1, "keep_weights": 1000},
+            }
+        },
+        "default": {"model": "tiny", "preset": "short"},
+        "quiet_after": 2,
+        "turn": 15,
+        "hold": 40,
+    }
+    path.write_text(yaml.safe_dump(settings))
+
+
+async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing(
+    tmp_path: Path, record_property: Any
+) -> None:
+    model, config, log = tmp_path / "model", tmp_path / "cloud.yaml", tmp_path / "log"
+    copy_model(model)
+    port = free_port("127.0.0.1")
+    write_config(config, model, port)
+    url = f"http://127.0.0.1:{port}"
+    keys: dict[str, str] = {}
+
+    async def ask(path: str, key: str) -> Any:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+            return (await http.get(path, headers={"Authorization": f"Bearer {key}"})).json()
+
+    async def steps(account: str) -> int:
+        with_runs = await ask("/rl/v1/runs", keys[account])
+        return int(sum(run["steps"] for run in with_runs["runs"]))
+
+    with cloud(config, log) as first:
+        await until(lambda: _up(url), "the cloud")
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+            for name in ACCOUNTS:
+                made = await http.post(
+                    "/rl/v1/accounts",
+                    headers={"Authorization": f"Bearer {ADMIN}"},
+                    json={"name": name},
+                )
+                keys[name] = made.json()["api_key"]
+        agents = {name: _agent(tmp_path, name, url, keys[name]) for name in ACCOUNTS}
+        await until(lambda: steps("alice"), "a step of alice's", within=300)
+        first.kill()
+        first.wait()
+    with cloud(config, log) as second:
+        await until(lambda: _up(url), "the cloud again")
+        for name, agent in agents.items():
+            code = await asyncio.to_thread(agent.wait, 900)
+            assert code in (0, 1), (tmp_path / f"{name}.err").read_text()
+            said = (tmp_path / f"{name}.err").read_text()
+            assert "training has ended in default/trial-1" in said, said
+        done = {name: (await ask("/rl/v1/runs", keys[name]))["runs"] for name in ACCOUNTS}
+        assert {name: runs[0]["steps"] for name, runs in done.items()} == dict.fromkeys(
+            ACCOUNTS, STEPS
+        )
+        # It answers after training, too, at a URL of its own.
+        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+            opened = await http.post(
+                "/runs/default/trial-1/rl/v1/start_session",
+                headers={"Authorization": f"Bearer {keys['alice']}"},
+                json={"mode": "eval"},
+            )
+            assert (opened.json()["mode"], opened.json()["version"]) == ("eval", STEPS)
+        assert second.poll() is None
+    starts = log.read_text().count(" starts")
+    for name in ACCOUNTS:
+        told = [
+            id
+            for line in (tmp_path / f"{name}.out").read_text().splitlines()
+            for id in json.loads(line)
+        ]
+        await asyncio.to_thread(_audit, tmp_path, name, set(told), record_property)
+    record_property("figure", f"{starts} starts of 2 runs on one place, one kill of the cloud")
+    assert starts > len(ACCOUNTS)
+
+
+def _agent(folder: Path, name: str, url: str, key: str) -> subprocess.Popen[bytes]:
+    program = folder / f"{name}.py"
+    program.write_text(PROGRAM)
+    environ = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+    with open(folder / f"{name}.out", "wb") as out, open(folder / f"{name}.err", "wb") as err:
+        return subprocess.Popen([sys.executable, str(program)], env=environ, stdout=out, stderr=err)
+
+
+def _audit(folder: Path, name: str, told: set[str], record_property: Any) -> None:
+    """Everything that the agent was told is kept, nothing is trained on twice, and each
+    log-probability is that of a fresh forward pass of its version."""
+    run = RunDir.of(folder / "runs", name, "default", "trial-1")
+    records = read_records(run, 1)
+    assert told and told <= set(records), told - set(records)
+    assert [line["step"] for line in steps_of(run)] == [*range(1, STEPS + 1)]
+    settings = load_config(run.path / "config.yaml", environ={})
+    checks = audit.sample_checks(settings, records, set(), 100, random.Random(0))
+    worst = audit.worst_error(checks)
+    record_property("figure", f"{name}: worst error {worst:.1e} of {len(checks)} interactions")
+    assert checks
+    assert worst < 1e-4
+
+
+def _up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+pytestmark = pytest.mark.timeout(1200)

@@ -1,0 +1,84 @@
+"""The table of runs: what is acknowledged is on disk, and nobody else's file is taken for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import ConfigError, StartupError
+from router.cloud.store import Run, RunStore, wishing
+
+
+def a_run(trial: str = "t") -> Run:
+    return Run("alice", "exp", trial, "tiny", "grpo", {"train.lr": 0.5})
+
+
+async def test_changes_are_on_disk_before_they_are_acknowledged(tmp_path: Path) -> None:
+    store = await RunStore.open(tmp_path)
+    kept, gone = a_run("kept"), a_run("gone")
+    await store.put(kept)
+    await store.put(gone)
+    await store.put(wishing(kept, "stop"))
+    await store.remove(gone)
+    # Read by another process's connection, without a close.
+    with sqlite3.connect(tmp_path / "cloud.sqlite") as other:
+        rows = other.execute("SELECT id, wish FROM runs").fetchall()
+        assert rows == [(kept.id, "stop")]
+    other.close()
+    await store.close()
+    again = await RunStore.open(tmp_path)
+    assert again.runs == {kept.id: wishing(kept, "stop")}
+    await again.close()
+
+
+async def test_a_caller_that_leaves_does_not_leave_the_copy_behind_the_disk(tmp_path: Path) -> None:
+    store = await RunStore.open(tmp_path)
+    run = a_run()
+    putting = asyncio.create_task(store.put(run))
+    await asyncio.sleep(0)
+    putting.cancel()
+    await asyncio.wait([putting])
+    await store.put(a_run("later"))
+    assert run.id in store.runs
+    await store.close()
+
+
+async def test_two_runs_of_one_name_cannot_be(tmp_path: Path) -> None:
+    store = await RunStore.open(tmp_path)
+    await store.put(a_run())
+    with pytest.raises(sqlite3.IntegrityError):
+        await store.put(a_run())
+    with sqlite3.connect(tmp_path / "cloud.sqlite") as other:
+        assert other.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+    other.close()
+    await store.close()
+
+
+async def test_a_table_of_another_format_is_refused(tmp_path: Path) -> None:
+    await (await RunStore.open(tmp_path)).close()
+    with sqlite3.connect(tmp_path / "cloud.sqlite") as other:
+        other.execute("PRAGMA user_version = 9")
+    other.close()
+    with pytest.raises(StartupError, match="format 9"):
+        await RunStore.open(tmp_path)
+
+
+async def test_a_folder_that_others_may_write_in_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cloud"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError):
+        await RunStore.open(folder)
+
+
+async def test_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
+    os.umask(0)
+    try:
+        await (await RunStore.open(tmp_path)).close()
+    finally:
+        os.umask(0o022)
+    assert (tmp_path / "cloud.sqlite").stat().st_mode & 0o077 == 0
