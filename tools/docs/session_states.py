@@ -6,8 +6,6 @@ from any_agent.types import SessionState
 from proxy_ext.sessions import state_machine as lifecycle
 from proxy_ext.sessions.state_machine import Event, Transition
 
-_WIDTH = 28
-
 HEAD = """# Sessions: states and events
 
 <!-- Written by tools/docs/generate.py from proxy_ext/sessions/state_machine.py; change that. -->
@@ -23,6 +21,10 @@ who opened it, every reward with its author and time, its deadlines, the weight 
 tokens, and where its content is. A key names its lane's newest session; with `session_id` it also
 names an earlier session of the agent, and so do its tenant's key and an admin's.
 [rewards.md](rewards.md) has when rewards are set, and by whom.
+"""
+USUAL = """The usual way of a train session is `open`, `finalized`, `leased`, `trained`; with a
+late reward it is `awaiting_reward` before it is finalized. An eval session is `open`, then
+`evaluated`.
 """
 MATRIX_HEAD = """## Every event in every state
 
@@ -77,7 +79,7 @@ def render() -> str:
         HEAD,
         "## States\n",
         "\n".join(["| state | meaning |", "|---|---|", *states]) + "\n",
-        _diagram(),
+        USUAL,
         "## Events\n",
         _events(),
         "## Every transition\n",
@@ -99,19 +101,6 @@ def _transitions() -> str:
         f"| {', '.join(before)} | `{e}` | {to} | {when} |" for (e, to, when), before in rows.items()
     ]
     return "\n".join(["| from | event | to | if |", "|---|---|---|---|", *lines]) + "\n"
-
-
-def _diagram() -> str:
-    """Return every transition from one state to another, as a tree."""
-    out = ["```text"]
-    for state in (None, *lifecycle.STATES):
-        moves = [t for t in lifecycle.TRANSITIONS if t.before is state and t.after is not state]
-        out += [f"{state}" if state else "(no session)"] if moves else []
-        for k, t in enumerate(moves):
-            turn = "└" if k == len(moves) - 1 else "├"
-            mode = f" ({t.mode})" if t.mode else ""
-            out.append(f"{turn}─ {t.event}{mode} ".ljust(_WIDTH, "─") + f"> {t.after}")
-    return "\n".join([*out, "```"]) + "\n"
 
 
 def _events() -> str:
