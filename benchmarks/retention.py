@@ -42,7 +42,7 @@ SHAPES = {0: (0, 0), 1000: (2, 250), 4000: (8, 250), 16_000: (20, 400), 32_000: 
 """Turns of a session, and tokens of each prompt and each answer, by tokens in all. Those without
 any tell what rows and answers cost: they are many, as SQLite gives space by pages of 16 KB."""
 _MANY = 20
-RATES = (100, 1000, 10_000)  # sessions an hour
+RATE = 1000  # sessions an hour
 DAY = 24
 _ANSWERS = (("start_session", 200), ("set_reward", 117), ("finalize", 337))
 """Requests with stored answers, and the bytes of these, as a service stored them."""
@@ -126,7 +126,7 @@ async def _size(journal: Journal, path: Path) -> int:
 
 
 def table(costs: dict[int, Cost]) -> str:
-    """Return the costs as Markdown: of a session, and of a day at some rates."""
+    """Return the costs as Markdown: of a session, and of a day at one rate."""
     lines = [
         "| tokens of a session | in the journal | in an archive | answers, for a day | its row |",
         "|---|---|---|---|---|",
@@ -140,11 +140,10 @@ def table(costs: dict[int, Cost]) -> str:
         "rows, more each day |",
         "|---|---|---|---|---|",
     ]
-    for rate in RATES:
-        for tokens, one in costs.items():
-            day = (one.journal + one.answers + one.row, one.archive, one.row)
-            cells = [_bytes(rate * DAY * each) for each in day]
-            lines.append(f"| {rate:,} | {tokens:,} | {' | '.join(cells)} |")
+    for tokens, one in costs.items():
+        day = (one.journal + one.answers + one.row, one.archive, one.row)
+        cells = [_bytes(RATE * DAY * each) for each in day]
+        lines.append(f"| {RATE:,} | {tokens:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

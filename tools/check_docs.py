@@ -158,9 +158,11 @@ def settings() -> Iterator[str]:
     yield from differing("setting", (name for name, *_ in rows), known_keys())
     yield from (f"{name} is not explained" for name, *cells in rows if not all(cells))
     sections = {key.partition(".")[0] for key in known_keys() if "." in key}
-    deploy = re.findall(r"`((\w+)\.\w+)(?:[=:][^`]*)?`", text_of("docs/how-to/deploy.md"))
-    asked = {name for name, section in deploy if section in sections} - {"train.py"}
-    yield from (f"deploy.md: there is no setting {name}" for name in asked - set(known_keys()))
+    for page in ("deploy", "gpus", "slurm"):
+        text = text_of(f"docs/how-to/{page}.md")
+        found = re.findall(r"`((\w+)\.\w+)(?:[=:][^`]*)?`", text)
+        asked = {name for name, section in found if section in sections} - {"train.py"}
+        yield from (f"{page}.md: there is no setting {name}" for name in asked - set(known_keys()))
     given = [f"{name}={text}" for name, _, text, _ in rows if text != '""' and text[0] != "("]
     # Naming any of this section's settings switches it on.
     if load_config(None, given, environ={}) != load_config(None, ["train.lora={}"], environ={}):

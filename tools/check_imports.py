@@ -1,6 +1,6 @@
 """Check who may import whom: ``python tools/check_imports.py`` prints every breach.
 
-Lazy imports and those for type checkers count. The layers are those of the architecture's map.
+Lazy imports and those for type checkers count. The layers are those of docs/reference/code-map.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPUs that a model needs: ``python -m benchmarks.gpu.sizing`` prints the tables of deploy.md.
+"""The GPUs that a model needs: ``python -m benchmarks.gpu.sizing`` prints the tables of gpus.md.
 
 Bytes are counted, not measured: weights, gradients and optimizer exactly, activations by what a
 backward pass of one layer keeps (`tests/benchmarks/test_sizing.py` compares that with torch's

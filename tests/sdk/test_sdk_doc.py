@@ -1,4 +1,4 @@
-"""Every block of docs/how-to/sdk.md runs as it is written."""
+"""Every block of docs/how-to/sdk.md and use-the-model.md runs as it is written."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import pytest
 from tests.support.sdk_fixtures import Served
 from tests.support.trials import save_trial
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "sdk.md"
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 _NAMED = re.compile(r"^<!-- test: ([a-z-]+) -->\n```python\n(.*?)^```$", re.M | re.S)
-BLOCKS: dict[str, str] = dict(_NAMED.findall(PAGE.read_text(encoding="utf-8")))
-RUN = ("session", "ambient", "runner", "inference", "inference-blocking")
+RUN = {"sdk.md": ("session", "ambient"), "use-the-model.md": ("inference-blocking", "inference")}
+TEXTS = {page: (HOW_TO / page).read_text(encoding="utf-8") for page in RUN}
+BLOCKS = {name: block for text in TEXTS.values() for name, block in _NAMED.findall(text)}
 
 
-def test_every_code_block_of_the_sdk_page_has_a_test() -> None:
-    assert tuple(BLOCKS) == RUN
-    assert PAGE.read_text(encoding="utf-8").count("```") == 2 * len(RUN)
+@pytest.mark.parametrize("page", RUN)
+def test_every_python_block_of_the_page_has_a_test(page: str) -> None:
+    assert tuple(name for name, _ in _NAMED.findall(TEXTS[page])) == RUN[page]
+    assert TEXTS[page].count("```python") == len(RUN[page])
 
 
 async def run(name: str) -> None:
     """As a program, without its process: that would take longer than what it does."""
-    code = compile(BLOCKS[name], f"docs/how-to/sdk.md:{name}", "exec")
+    code = compile(BLOCKS[name], f"docs/how-to:{name}", "exec")
     await asyncio.to_thread(exec, code, {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize(("name", "sessions"), [("session", 1), ("ambient", 4), ("runner", 2)])
+@pytest.mark.parametrize(("name", "sessions"), [("session", 1), ("ambient", 4)])
 @pytest.mark.service
 async def test_sessions_of_the_pages_examples_are_finalized_with_rewards(
-    name: str, sessions: int, served: Served, capsys: pytest.CaptureFixture[str]
+    name: str, sessions: int, served: Served
 ) -> None:
     await run(name)
     lines = [line async for line in served.proxy.client.sessions()]
     assert [line.state for line in lines] == ["finalized"] * sessions
     assert [(line.interactions, line.rewards_given) for line in lines] == [(1, 1)] * sessions
-    if name == "runner":
-        assert "2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["inference", "inference-blocking"])

@@ -72,6 +72,7 @@ async def _writes_are_whole(journal: Journal) -> None:
     assert row is not None
     assert (row.state, row.awaits_until) == (SessionState.LEASED, None)
     assert (row.reason, row.owner, row.step, row.ended_at) == ("why", "owner", 4, 7.0)
+    assert await journal.last_step() is None, "a lease consumes nothing"
     await journal.commit(SetState(("r1",), SessionState.LEASED, owner="another"))
     row = make_row("r1", state=SessionState.LEASED, owner="another")
     assert await journal.session("r1") == row, "no reason, step or end is left of before"
@@ -174,6 +175,7 @@ async def _content(journal: Journal) -> None:
             PutInteraction(make_interaction(f"i-{id}", id)),
             SetReward(id, f"i-{id}", None, 1.0, "me", 1.0, 1.0),
         )
+    assert await journal.last_step() == 5
     found = await journal.ended(before=20.0, oldest_step=4, limit=9)
     assert [each.row.id for each in found] == ["old"]
     await journal.commit(ArchiveContent(("old",)), EraseContent(("new",)))

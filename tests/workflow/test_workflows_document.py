@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from any_agent import GRPOConfig, MultiTurnWorkflow, load_expr_config, stats_tracker
+from any_agent import (
+    GRPOConfig,
+    MultiTurnWorkflow,
+    load_expr_config,
+    load_hf_tokenizer,
+    stats_tracker,
+)
 from any_agent.workflow import RolloutWorkflow, resolve_workflow
 from any_agent.workflow.tensor_checks import PER_ROW, PER_TOKEN, REQUIRED
 
@@ -45,23 +50,20 @@ async def test_the_documented_workflow_collects_its_groups(
 def test_the_documented_calls_of_a_trainer_make_their_workflows(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, script, reward, ready, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    own, call, reward, ready, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     (tmp_path / "arithmetic.py").write_text(own)
     (tmp_path / "my_reward.py").write_text(reward)
-    (tmp_path / "tasks.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "5"}\n')
     monkeypatch.syspath_prepend(tmp_path)
-    settings = [f"model.path={tiny_model_dir}", f"train_dataset.path={tmp_path}/tasks.jsonl"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *settings])
     made: list[RolloutWorkflow] = []
 
     def train(workflow: Any, workflow_kwargs: dict[str, Any]) -> None:
         made.append(resolve_workflow(workflow, workflow_kwargs))
 
     fake = SimpleNamespace(train=train)
-    monkeypatch.setattr("trainer.GRPOTrainer", lambda *args, **kwargs: nullcontext(fake))
-    exec(compile(script, "docs/how-to/workflows.md", "exec"), {"__name__": "__main__"})
-    config, _ = load_expr_config(settings, GRPOConfig)
-    exec(compile(ready, "docs/how-to/workflows.md", "exec"), {"trainer": fake, "config": config})
+    config, _ = load_expr_config([f"model.path={tiny_model_dir}"], GRPOConfig)
+    names = {"trainer": fake, "config": config, "load_hf_tokenizer": load_hf_tokenizer}
+    for code in (call, ready):
+        exec(compile(code, "docs/how-to/workflows.md", "exec"), dict(names))
     assert type(made[0]).__name__ == "Arithmetic"
     assert isinstance(made[1], MultiTurnWorkflow)
     for name in ("arithmetic", "my_reward"):

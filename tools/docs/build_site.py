@@ -30,7 +30,6 @@ HOME = "README.md"
 INDEX = "docs/README.md"
 FIXED = {HOME: "index.md", INDEX: "contents.md"}
 """Paths of the repository, and of the site, whose pages are not where their names say."""
-NO_SECTION = "Find it in the code"
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")
 Nav: TypeAlias = list[Any]
 """Entries of a navigation: the place of a page, or a title with a place or a navigation."""
@@ -194,8 +193,7 @@ def navigation() -> Nav:
     index = (ROOT / INDEX).read_text(encoding="utf-8")
     for section in index.split("\n## ")[1:]:
         title, _, body = section.partition("\n")
-        if title != NO_SECTION:
-            nav.append({title.partition(":")[0]: _entries(body)})
+        nav.append({title.partition(":")[0]: _entries(body)})
     project: Nav = [{"All pages": place(INDEX)}]
     for name in PROJECT:
         title = name.removesuffix("/README.md").removesuffix(".md").capitalize()

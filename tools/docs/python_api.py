@@ -39,7 +39,7 @@ GROUPS = {
         "GenerationHyperparameters",
     ),
     "Records and rewards": (
-        "[archives.md](archives.md), [algorithms.md](algorithms.md)",
+        "[read-the-record.md](../how-to/read-the-record.md), [algorithms.md](algorithms.md)",
         "Interaction InteractionWithTokenLogpReward CompletionWithTokenLogpReward Trajectory "
         "AsyncRewardWrapper gsm8k_reward_fn",
     ),

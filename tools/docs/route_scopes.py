@@ -21,7 +21,7 @@ opening sessions, and everything about its own |
 | tenant | `sk-...` | LiteLLM, as a [virtual key](../how-to/litellm.md#virtual-keys) | \
 the same, by LiteLLM's budgets |
 | session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session; with `rewards: judge` \
-neither its rewards nor its [end](sessions.md#who-rewards) |
+neither its rewards nor its [end](rewards.md#who-rewards) |
 | judge | `sk-judge.<rank>.<lane>.<hmac>` | `start_session` with `rewards` of `judge` or `both` | \
 the rewards and the end of one session |
 | none | `sk-engine.<hmac>` | derived at each start of the service | the run's engines, by its \

@@ -1,4 +1,4 @@
-"""Every journal keeps the contract, and so does the one of docs/how-to/extend.md."""
+"""Every journal keeps the contract, and so does the one that docs/how-to/extend.md names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from any_agent.rundir import RunDir
 from any_agent.types import SessionState
 from proxy_ext.journal import PutMeta, SQLiteJournal, open_journal
 from tests.support.errors import fails_with
-from tests.support.extend_page import run_code_of
 from tests.support.journal_contract import check_journal
+from tests.support.memory_journal import MemoryJournal
 from tests.support.proxy_fixtures import Start
 
 
@@ -27,12 +27,10 @@ async def test_sqlite_keeps_the_journals_contract(tmp_path: Path) -> None:
 
 
 async def test_the_documents_journal_keeps_the_contract() -> None:
-    run_code_of("Add a journal")
     await check_journal(lambda: open_journal("memory://contract"))
 
 
 async def test_a_rank_runs_on_the_journal_of_the_document(start: Start) -> None:
-    run_code_of("Add a journal")
     url = "memory://rank-0"
     proxy = await start(journal_url=url)
     await proxy.admit(9)
@@ -43,6 +41,7 @@ async def test_a_rank_runs_on_the_journal_of_the_document(start: Start) -> None:
     assert trajectory.final_reward == 0.5
     assert [i.id for i in trajectory.interactions] == [answer["id"]]
     journal = open_journal(url)
+    assert isinstance(journal, MemoryJournal)
     (row,) = await journal.sessions([SessionState.LEASED])
     assert row.id == session["session_id"]
 
