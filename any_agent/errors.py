@@ -297,6 +297,15 @@ class ServiceUnavailable(AnyAgentError, status=503, code="service_unavailable", 
     """A client could not reach the service."""
 
 
+class RunNotReady(ServiceUnavailable, code="run_starting"):
+    """A service of several runs has not started this one yet; ``state`` of its details says why."""
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the tree's root with the state, for whose end clients wait."""
+        state = self.details.get("state")
+        return {**super().headers(), **({"x-any-agent-run-state": state} if state else {})}
+
+
 class Draining(ServiceUnavailable, code="draining"):
     """A process that is stopping accepts no new request: this one did not even begin."""
 

@@ -12,6 +12,8 @@ from any_agent.errors import TooManyRequests
 
 T = TypeVar("T")
 
+RUN_WAIT = 6 * 3600.0
+"""Seconds for which a request waits until its run is started, or gets its turn."""
 _random = random.Random()
 """A separate generator, because a training process stores the global one in its checkpoints."""
 
@@ -30,12 +32,19 @@ class Backoff:
     def __init__(self, patience: float, *, first: float, longest: float) -> None:
         self._deadline = time.monotonic() + patience
         self._longest = longest
+        self._extended = False
         self.delay = first
         """Seconds of the next wait, unless the service names another time."""
 
     def allows(self, seconds: float) -> bool:
         """Return True if a wait of so many seconds from now ends in time."""
         return time.monotonic() + seconds <= self._deadline
+
+    def wait_for_run(self) -> None:
+        """Be patient for `RUN_WAIT` seconds from the first call of this."""
+        if not self._extended:
+            self._extended = True
+            self._deadline = max(self._deadline, time.monotonic() + RUN_WAIT)
 
     async def wait(self) -> None:
         """Wait about ``delay`` seconds, and double it."""

@@ -16,6 +16,7 @@ from any_agent.client.backoff import Backoff
 from any_agent.client.service_url import moved
 from any_agent.errors import from_response
 from any_agent.keys import KEY_HEADERS, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, bearers_of
+from any_agent.protocol.rl import RUN_STATE_HEADER
 
 _COUNT = "x-stainless-retry-count"
 """The header by which SDKs mark a repeated call: the service does not sample it twice."""
@@ -56,6 +57,8 @@ class RetryTransport(httpx.AsyncBaseTransport):
                     raise
             else:
                 named = _retry_after(response)
+                if RUN_STATE_HEADER in response.headers:
+                    backoff.wait_for_run()
                 wait = backoff.delay if named is None else named
                 if not _is_temporary(response) or not backoff.allows(wait):
                     return response

@@ -23,6 +23,7 @@ from any_agent.protocol.rl import (
     API_HEADER,
     API_VERSION,
     EPOCH_HEADER,
+    RUN_STATE_HEADER,
     UNREACHABLE_HEADER,
     Abort,
     Feedback,
@@ -63,6 +64,9 @@ _GATEWAYS = (413, 429, *_LOST_OR_UNREACHABLE)
 log = logging.getLogger(__name__)
 
 SILENCE = 2.0
+_TELL_EVERY = 30.0
+"""Seconds between two lines about a run that is waited for."""
+_told_at: dict[str, float] = {}
 """Seconds of waiting after which a word is said."""
 _MAX_ANSWERED = 1024
 _answered: set[str] = set()
@@ -443,6 +447,9 @@ class RLClient:
                 if url is not None and len(_answered) < _MAX_ANSWERED:
                     _answered.add(url)
                 wait = _requested_wait(response, repeatable=bool(once or repeatable))
+                if RUN_STATE_HEADER in response.headers:
+                    backoff.wait_for_run()
+                    wait = _told_wait(response)
                 if wait and backoff.allows(wait):
                     await backoff.wait_at_least(wait)
                     continue
@@ -563,6 +570,18 @@ def _requested_wait(response: Response, *, repeatable: bool) -> float | None:
     error = errors.from_response(429, response.content, response.headers.get("retry-after"))
     by_gateway = repeatable and API_HEADER not in response.headers
     return error.retry_after if error.code == "quota_exceeded" or by_gateway else None
+
+
+def _told_wait(response: Response) -> float | None:
+    """Return the seconds after which to ask again for a run, and log why it is waited for."""
+    error = errors.from_response(
+        response.status_code, response.content, response.headers.get("retry-after")
+    )
+    now = time.monotonic()
+    if now - _told_at.get(error.code, -_TELL_EVERY) >= _TELL_EVERY:
+        _told_at[error.code] = now
+        log.warning("%s", error.message)
+    return error.retry_after
 
 
 def _path_of(session_id: str) -> str:

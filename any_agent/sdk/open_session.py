@@ -12,7 +12,7 @@ import uuid
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
-from any_agent.client.backoff import wait_for_slot
+from any_agent.client.backoff import RUN_WAIT, wait_for_slot
 from any_agent.client.rl_client import RLClient, checked
 from any_agent.errors import (
     AnyAgentError,
@@ -145,7 +145,7 @@ class AgentSession:
                 self._open(),
                 sdk_thread().loop,
                 what="with AgentSession(...)",
-                within=self._wait + self._patience + 120,
+                within=self._wait + self._patience + RUN_WAIT + 120,
             )
             self._join(session)
         except BaseException as error:

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
@@ -20,6 +21,7 @@ from any_agent.errors import (
     Forbidden,
     ReplyLost,
     ServiceUnavailable,
+    StartupError,
     Unauthenticated,
 )
 from any_agent.keys import (
@@ -30,7 +32,9 @@ from any_agent.keys import (
     lane_in,
     session_prefix,
 )
+from any_agent.rundir.layout import locked
 from any_agent.runtime.atomic_files import make_folder, make_shared_folder
+from any_agent.runtime.file_owner import own_file, require_own_entries, require_own_folder
 from any_agent.runtime.request_limits import Reservation
 from router.affinity import SESSION_HEADER, key_in
 from router.body import RequestBody
@@ -94,6 +98,10 @@ class Cloud(Entrance):
             self._audit.refusal(error.code, route=path[:200], claimed=claimed)
             raise
         return await self._pass_on(request, body, job, target)
+
+    async def drain(self, within: float) -> None:
+        self._jobs.stop_waiting()
+        await super().drain(within)
 
     def _caller(self, key: str, reservation: Reservation) -> Caller:
         """Return the holder of an account's or the operator's key."""
@@ -182,6 +190,7 @@ async def running_cloud(
     folder = config.root.absolute() / FOLDER
     make_folder(folder)
     async with AsyncExitStack() as stack:
+        stack.enter_context(_alone(folder))
         store = await RunStore.open(folder)
         stack.push_async_callback(store.close)
         accounts = Accounts(folder / "keys.json", config.admin_key)
@@ -195,6 +204,19 @@ async def running_cloud(
         cloud = Cloud(config, accounts, store, jobs, upstream, audit, public_url)
         await stack.enter_async_context(listening(cloud, listener))
         yield cloud
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; StartupError if another cloud has it."""
+    require_own_folder(folder, place="root")
+    require_own_entries(folder, place="root")
+    with open(folder / "lock", "a", opener=own_file) as file:
+        if not locked(file):
+            raise StartupError(
+                f"another any-agent cloud uses {folder.parent}: stop it, or choose another root"
+            )
+        yield
 
 
 async def _end(task: asyncio.Task[None]) -> None:

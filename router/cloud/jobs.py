@@ -22,7 +22,14 @@ from any_agent.auth.access import signer_of
 from any_agent.auth.key_store import StoredKey, StoredKeys
 from any_agent.config.cloud import CloudConfig
 from any_agent.config.load import ADMIN_KEY_VARIABLE
-from any_agent.errors import AnyAgentError, Conflict, NotFound, ServiceUnavailable, StartupError
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    NotFound,
+    RunNotReady,
+    ServiceUnavailable,
+    StartupError,
+)
 from any_agent.keys import KeySigner
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.rundir.layout import RunDir
@@ -42,6 +49,8 @@ _READY_EVERY = 0.25
 """Seconds between two looks whether a run that starts is ready."""
 _MAX_WAITING = 4096
 """Requests of all runs that wait at once, and half as many of one account."""
+_MAX_LOG = 1 << 20
+"""Bytes of a run's console above which its next start begins another file; one is kept."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0
 """Seconds until a run that failed is started again; each failure doubles them."""
 
@@ -115,6 +124,9 @@ class Jobs:
         self._rules = Rules(config.places, config.idle_after, config.quiet_after, config.turn)
         self._changed = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._limits: set[asyncio.Timeout] = set()
+        """The time limits of requests that wait."""
+        self._draining = False
         # Children end with the thread that started them, so that one lives as long as we do.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self.by_id = {run.id: Job(run, config) for run in store.runs.values()}
@@ -166,8 +178,8 @@ class Jobs:
             job.dir.path.rename(gone)
         with suppress(FileNotFoundError):
             shutil.rmtree(gone)
-        for path in (self.log_of(job.run), self._settings_of(job.run)):
-            path.unlink(missing_ok=True)
+        for path in self._folder.glob(f"{job.run.id}.*"):
+            path.unlink()
         for folder in job.dir.path.parents[:2]:
             # Not empty while there are other trials.
             with suppress(OSError):
@@ -225,27 +237,32 @@ class Jobs:
         if own >= _MAX_WAITING // 2 or sum(j.waiting for j in all_of) >= _MAX_WAITING:
             raise self._not_ready(job)
         job.waiting += 1
+        limit = asyncio.timeout(0.0 if self._draining else self._config.hold)
+        self._limits.add(limit)
         try:
-            async with asyncio.timeout(self._config.hold):
+            async with limit:
                 await job.ready.wait()
         except TimeoutError:
             raise self._not_ready(job) from None
         finally:
+            self._limits.discard(limit)
             job.waiting -= 1
         self._ask(job)
 
+    def stop_waiting(self) -> None:
+        """Answer the requests that wait for a run, also those to come."""
+        self._draining = True
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+
     def _not_ready(self, job: Job) -> ServiceUnavailable:
-        code, retry_after = "run_starting", 5.0
+        message = f"the run {job.run.name} cannot answer yet: {self.reason(job)}; try again"
         if job.state == "failed":
-            code, retry_after = "run_failed", max(1.0, job.retry_at - time.monotonic())
-        elif job.state == "idle":
-            code, retry_after = "run_queued", 15.0
-        return ServiceUnavailable(
-            f"the run {job.run.name} cannot answer yet: {self.reason(job)}; try again",
-            code=code,
-            retry_after=retry_after,
-            details={"run": job.run.id, "position": job.position},
-        )
+            again = max(1.0, job.retry_at - time.monotonic())
+            return ServiceUnavailable(message, code="run_failed", retry_after=again)
+        state, again = ("queued", 15.0) if job.state == "idle" else ("starting", 5.0)
+        details = {"state": state, "run": job.run.id, "position": job.position}
+        return RunNotReady(message, code=f"run_{state}", retry_after=again, details=details)
 
     def reason(self, job: Job) -> str:
         """Return in words why a run does not answer requests, or that it does."""
@@ -363,7 +380,10 @@ class Jobs:
             [*PROGRAM, "--config", str(path)],
             secrets={ADMIN_KEY_VARIABLE: secrets.token_hex(24)},
         )
-        job.process = SupervisedProcess(f"run {run.id}", command, self.log_of(run))
+        log_file = self.log_of(run)
+        if log_file.exists() and log_file.stat().st_size > _MAX_LOG:
+            log_file.replace(log_file.with_suffix(".log.1"))
+        job.process = SupervisedProcess(f"run {run.id}", command, log_file)
         log.info("run %s (%s) starts", run.id, run.name)
         job.process.start()
 

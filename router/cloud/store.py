@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from any_agent.errors import StartupError
-from any_agent.runtime.atomic_files import make_folder, owner_only
-from any_agent.runtime.file_owner import require_own_entries, require_own_folder
+from any_agent.runtime.atomic_files import owner_only
 
 Wish = Literal["serve", "stop", "delete"]
 
@@ -76,7 +75,7 @@ class RunStore:
 
     @classmethod
     async def open(cls, folder: Path) -> RunStore:
-        """Open the table in a folder, which is made; StartupError for one of another format."""
+        """Open the table in a folder; StartupError for one of another format."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="runs")
         loop = asyncio.get_running_loop()
         try:
@@ -144,9 +143,6 @@ def wishing(run: Run, wish: Wish) -> Run:
 
 
 def _connect(folder: Path) -> sqlite3.Connection:
-    make_folder(folder)
-    require_own_folder(folder, place="root")
-    require_own_entries(folder, place="root")
     path = folder / "cloud.sqlite"
     with open(path, "ab", opener=owner_only):
         pass

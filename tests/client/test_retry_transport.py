@@ -52,6 +52,15 @@ async def post(
         return await client.post("http://service/v1/x", json={"a": 1}, headers=headers)
 
 
+async def test_a_run_that_has_no_place_yet_is_waited_for_beyond_the_patience() -> None:
+    queued = {"Retry-After": "1", "x-any-agent-run-state": "queued"}
+    script = Scripted(*[lambda: httpx.Response(503, headers=queued)] * 2, fine)
+    assert (await post(script, patience=0.5)).status_code == 200
+    assert len(script.seen) == 3
+    script = Scripted(lambda: httpx.Response(503, headers={"Retry-After": "1"}), fine)
+    assert (await post(script, patience=0.5)).status_code == 503
+
+
 async def test_a_service_that_is_full_or_paused_is_waited_for() -> None:
     script = Scripted(full, lambda: httpx.Response(503), fine)
     assert (await post(script)).status_code == 200

@@ -14,6 +14,7 @@ import pytest
 from any_agent.client import rl_client
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import (
+    AnyAgentError,
     Conflict,
     InvalidRequest,
     ServiceUnavailable,
@@ -288,6 +289,27 @@ async def test_a_quota_is_waited_for_as_long_as_it_says(monkeypatch: pytest.Monk
     with pytest.raises(TooManyRequests) as raised:
         await client.lease(owner="o", wait=0)
     assert (raised.value.code, raised.value.retry_after, len(seen)) == ("quota_exceeded", 40, 1)
+
+
+async def test_a_run_without_a_place_is_waited_for_with_a_word_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("any_agent.client.rl_client.time", clock)
+    monkeypatch.setattr("any_agent.client.rl_client._told_at", {})
+    body = {"error": {"code": "run_queued", "message": "number 2 in the queue"}}
+    headers = {"Retry-After": "15", "x-any-agent-run-state": "queued"}
+    queued = httpx.Response(503, json=body, headers=headers)
+    client, seen = client_with(*[queued] * 40, started(), retry_for=30)
+    assert (await client.start_session(task_id="t")).api_key == "k"
+    assert len(seen) == 41 and clock.now >= 600
+    lines = [r.getMessage() for r in caplog.records if "number 2" in r.getMessage()]
+    assert 10 < len(lines) < 25, "a line each half a minute"
+    client, _ = client_with(queued, retry_for=30)
+    with pytest.raises(AnyAgentError) as raised:
+        await client.start_session(task_id="t")
+    assert raised.value.code == "run_queued"
+    assert clock.now < 8 * 3600
 
 
 async def test_a_gateways_limit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from any_agent.errors import ConfigError, StartupError
 from tests.router.cloud.conftest import ADMIN, Client, Opening
 from tests.support.waiting import until
 
@@ -187,6 +188,31 @@ async def test_what_was_acknowledged_is_there_after_a_restart(opening: Opening) 
         assert await cloud.state(bob, stopped["id"]) == "stopped"
         assert (await cloud.ask("POST", "/v1/chat/completions", session, {})).status_code == 200
         await until(lambda: _status(cloud, bob, extra, 404), "the deletion")
+
+
+async def test_a_second_cloud_on_the_same_folder_is_refused(opening: Opening) -> None:
+    async with opening() as cloud:
+        with pytest.raises(StartupError, match="another any-agent cloud"):
+            async with opening():
+                pass
+        folder = cloud.root / ".cloud"
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError):
+        async with opening():
+            pass
+
+
+async def test_requests_that_wait_are_answered_when_the_cloud_stops(opening: Opening) -> None:
+    async with opening(hold=600.0) as cloud:
+        key = await cloud.account("alice")
+        run = await cloud.run(key)
+        cloud.folder(run).mkdir(parents=True, mode=0o700)
+        (cloud.folder(run) / "unready").touch()
+        waiting = asyncio.create_task(cloud.ask("GET", "/rl/v1/run", key))
+        await until(lambda: _is(cloud, key, run, "starting"), "its start")
+        await cloud.cloud.drain(10)
+        answer = await waiting
+        assert (answer.status_code, answer.headers["x-any-agent-run-state"]) == (503, "starting")
 
 
 async def test_the_same_run_twice_is_one_and_another_of_its_name_is_refused(
