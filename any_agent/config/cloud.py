@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
-from any_agent.config.base import Name, Section, Texts
+from any_agent.config.base import Name, Section
 from any_agent.config.load import (
     ADMIN_KEY_VARIABLE,
     explain,
@@ -20,8 +21,15 @@ from any_agent.config.load import (
 from any_agent.config.serving import ServerConfig
 from any_agent.errors import ConfigError, InvalidRequest
 
-_FIXED = ("root", "user", "experiment", "trial", "server.host", "server.port", "server.public_url")
-"""Settings of a run that follow from its account and its name."""
+_OURS = (
+    *("root", "user", "experiment", "trial", "server.host", "server.port", "server.public_url"),
+    *("server.lane_tag", "server.ui", "server.admin_key", "server.drain_timeout"),
+)
+"""Settings of a run that follow from its account, its name and the cloud."""
+_KEPT = ("server.journal", "server.journal_dir")
+"""Settings by which a run's sessions would lie where its removal does not find them."""
+_PLAIN = re.compile(r"[A-Za-z0-9_-]{0,64}")
+"""Texts that an account may give: no module, no path, no reference."""
 
 
 class CloudServer(Section):
@@ -37,12 +45,10 @@ class CloudServer(Section):
     """Seconds after which a client that neither reads its answer nor sends its body is given up."""
     body_timeout: float = Field(120.0, gt=0)
     """Seconds in which a request's body must arrive."""
-    drain_timeout: float = Field(20.0, ge=0)
-    """Seconds that running requests have to end after SIGTERM."""
 
     def of_run(self) -> ServerConfig:
         """Return these bounds as a run's router takes them."""
-        names = ("max_body_bytes", "client_timeout", "body_timeout", "drain_timeout")
+        names = ("max_body_bytes", "client_timeout", "body_timeout")
         return ServerConfig(**{name: getattr(self, name) for name in names})
 
 
@@ -71,14 +77,27 @@ class CloudConfig(Section):
     """By name, more settings of a run, which count before those of its model."""
     default: CloudDefault | None = None
     """null: a call of an account without a run gets 404 `no_run`."""
-    settable: Texts = (
-        *("train.steps", "train.lr", "train.warmup_steps", "train.advantage_estimator"),
-        *("train.loss", "train.discount", "train.checkpoint_every", "rollout.batch_size"),
-        *("rollout.sampling", "sampling.temperature", "sampling.max_new_tokens"),
-        *("sessions.group_size", "sessions.ttl"),
+    settable: dict[str, float | None] = Field(
+        {
+            "train.preset": None,
+            "train.steps": None,
+            "train.lr": None,
+            "train.warmup_steps": None,
+            "train.advantage_estimator": None,
+            "train.loss": None,
+            "train.discount": None,
+            "train.checkpoint_every": None,
+            "rollout.batch_size": 4096,
+            "rollout.sampling": None,
+            "sampling.temperature": None,
+            "sampling.max_new_tokens": 32768,
+            "sessions.group_size": 256,
+            "sessions.ttl": 86400,
+        }
     )
-    """Settings that an account may give its run, by dotted names: none of these brings a file, a
-    module or an address into it."""
+    """Settings that an account may give its run, by dotted names, each with the largest number
+    that it may have (null: any). Texts are plain names: none brings a file, a module or an address
+    into a run."""
     places: int = Field(1, ge=1, le=1000)
     """Runs at once on this machine. Others wait for a place."""
     runs_per_account: int = Field(20, ge=1)
@@ -90,13 +109,14 @@ class CloudConfig(Section):
     """The same while another run waits for a place."""
     turn: float = Field(900.0, gt=0)
     """Seconds that a run keeps its place while another one waits, however many requests it gets."""
-    hold: float = Field(45.0, ge=0)
+    hold: float = Field(45.0, ge=0, le=100)
     """Seconds that a request waits for a run that starts, before it gets 503 with `Retry-After`."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds that a run has until it is ready."""
-    stop_timeout: float = Field(300.0, gt=0)
-    """Seconds that a run has to finish its step when it is stopped; later it is killed, which
-    loses nothing that was acknowledged."""
+    stop_timeout: float = Field(300.0, ge=1)
+    """Seconds that a run has when it is stopped, half of them for its trainer's step and
+    checkpoint; later it is killed, which loses nothing that was acknowledged. Let it be more than
+    twice the longest step."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -104,8 +124,8 @@ class CloudConfig(Section):
         for name in self.settable:
             if name not in known:
                 raise ValueError(f"settable names {name}, which is no setting of a run")
-            if name in _FIXED:
-                raise ValueError(f"settable names {name}, which follows from account and run")
+            if name in _OURS:
+                raise ValueError(f"settable names {name}, which the cloud sets itself")
         if self.default is not None:
             for kind, have in (("model", self.models), ("preset", self.presets)):
                 name = getattr(self.default, kind)
@@ -127,17 +147,26 @@ class CloudConfig(Section):
                     code=f"unknown_{kind}",
                     param=kind,
                 )
-        for key in given:
-            if key not in self.settable:
-                raise InvalidRequest(
-                    f"{key[:80]!r} cannot be set for a run; {', '.join(sorted(self.settable))} can",
-                    code="not_settable",
-                    param="settings",
-                )
+        for key, value in given.items():
+            self._require_settable(key, value)
         out: dict[str, Any] = {}
         for part in (self.models[model], self.presets[preset], given, own):
             _merge(out, part)
         return out
+
+    def _require_settable(self, key: str, value: Any) -> None:
+        problem = ""
+        if key not in self.settable:
+            problem = f"cannot be set for a run; {', '.join(sorted(self.settable))} can"
+        elif isinstance(value, str):
+            if not _PLAIN.fullmatch(value):
+                problem = "takes a plain name, such as grpo"
+        elif value is not None and not isinstance(value, bool | int | float):
+            problem = "takes a number, true, false or a plain name"
+        elif value is not None and (most := self.settable[key]) is not None and value > most:
+            problem = f"may be {most:g} at most here"
+        if problem:
+            raise InvalidRequest(f"{key[:80]!r} {problem}", code="not_settable", param="settings")
 
 
 def _merge(into: dict[str, Any], part: Mapping[str, Any]) -> None:
@@ -167,13 +196,17 @@ def load_cloud(path: str | Path, environ: Mapping[str, str] | None = None) -> Cl
             "-hex 24)"
         )
     try:
-        cloud = CloudConfig.model_validate(data | {"admin_key": environ[ADMIN_KEY_VARIABLE]})
+        key = environ[ADMIN_KEY_VARIABLE]
+        ServerConfig(admin_key=SecretStr(key))
+        cloud = CloudConfig.model_validate(data | {"admin_key": key})
     except ValidationError as error:
         raise ConfigError(explain(error, path, CloudConfig)) from None
     for model in cloud.models:
         for preset in cloud.presets:
             try:
-                settings_of(cloud.run_settings(model, preset, {}, {}))
+                settings = settings_of(cloud.run_settings(model, preset, {}, {}))
+                if settings.server.journal is not None or settings.server.journal_dir is not None:
+                    raise ConfigError(f"remove {' and '.join(_KEPT)}: a run lies in its folder")
             except ConfigError as error:
                 message = f"{path}: the model {model} with the preset {preset}: {error.message}"
                 raise ConfigError(message) from None

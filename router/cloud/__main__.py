@@ -46,7 +46,7 @@ def _serve(path: str) -> int:
     print(
         f"any-agent cloud at {url}: {config.places} places, {len(config.models)} models", flush=True
     )
-    serve(lambda: running_cloud(config, listener, url), server.drain_timeout)
+    serve(lambda: running_cloud(config, listener, url), config.stop_timeout)
     return 0
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Accounts:
-    """The accounts: the tenants of the stored keys. An account without a live key is gone.
+    """The accounts: the tenants of the stored keys.
 
     This process alone changes the file, so the copy in memory is what it holds. Raises StartupError
     for a damaged file.
@@ -35,7 +35,7 @@ class Accounts:
     def __init__(self, path: Path, admin_key: SecretStr) -> None:
         self._path = path
         self._admin = SecretHash(admin_key.get_secret_value())
-        self._stored: StoredKeys = read_keys(path)
+        self._take(read_keys(path))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accounts")
 
     def caller(self, key: str) -> Caller:
@@ -54,11 +54,12 @@ class Accounts:
         """Return an account's keys, revoked ones too, by which its runs know whom they refuse."""
         return [key for key in self._stored.keys if key.tenant == account]
 
-    @property
-    def names(self) -> list[str]:
+    def _take(self, stored: StoredKeys) -> None:
+        self._stored = stored
+        self.names = frozenset(
+            key.tenant for key in stored.keys if key.revoked_at is None and key.tenant is not None
+        )
         """The accounts that have a key which is not revoked."""
-        live = {key.tenant for key in self._stored.keys if key.revoked_at is None and key.tenant}
-        return sorted(live)
 
     async def create_key(self, account: str, limits: TenantLimits) -> tuple[str, StoredKey]:
         """Create a key of an account, which need not exist, and return its text and its record."""
@@ -81,7 +82,8 @@ class Accounts:
 
         async def copied() -> T:
             loop = asyncio.get_running_loop()
-            made, self._stored = await loop.run_in_executor(self._thread, act)
+            made, stored = await loop.run_in_executor(self._thread, act)
+            self._take(stored)
             return made
 
         # Shielded: a client that leaves must not leave the copy behind the file.

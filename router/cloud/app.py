@@ -16,6 +16,7 @@ from aiohttp import hdrs, web
 
 from any_agent.auth.access import Caller, Scope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.config.base import NAME_PATTERN
 from any_agent.config.cloud import CloudConfig
 from any_agent.errors import (
     Forbidden,
@@ -35,11 +36,13 @@ from any_agent.keys import (
 from any_agent.rundir.layout import locked
 from any_agent.runtime.atomic_files import make_folder, make_shared_folder
 from any_agent.runtime.file_owner import own_file, require_own_entries, require_own_folder
+from any_agent.runtime.logs import Redactor
 from any_agent.runtime.request_limits import Reservation
 from router.affinity import SESSION_HEADER, key_in
 from router.body import RequestBody
 from router.cloud.accounts import Accounts
 from router.cloud.jobs import Job, Jobs
+from router.cloud.launching import Launching
 from router.cloud.routes import OwnRoutes
 from router.cloud.store import RunStore
 from router.entrance import Entrance, listening
@@ -50,7 +53,10 @@ log = logging.getLogger(__name__)
 FOLDER = ".cloud"
 """The cloud's own folder in `root`; no account can have this name."""
 _TAG = 8
-_NAMED_RUN = re.compile(r"/runs/([^/]+)/([^/]+)(/.*)")
+_LAST_ANSWERS = 2.0
+"""Seconds that answers have to reach their clients once all runs have ended."""
+_REDACTOR = Redactor()
+_NAMED_RUN = re.compile(rf"/runs/({NAME_PATTERN})/({NAME_PATTERN})(/.*)")
 """`/runs/EXPERIMENT/TRIAL/...`: a request for this run of the key's account."""
 
 
@@ -81,27 +87,31 @@ class Cloud(Entrance):
     ) -> web.StreamResponse:
         body = RequestBody(request, self._bounds, reservation)
         path = request.raw_path.partition("?")[0]
-        path = unquote(path) if "%" in path else path
         if path in ("/", "/healthz", "/readyz"):
             return await self.replies.json(request, self._routes.health())
+        key = key_in(request.headers)
         try:
             handler = self._routes.find(request.method, path)
             if handler is not None:
-                caller = self._caller(key_in(request.headers), reservation)
+                caller = self._caller(key, reservation)
                 response = await handler(request, body, caller)
                 if request.method != "GET":
                     self._audit.use(who=caller.name, route=f"{request.method} {path[:200]}")
                 return response
-            job, target = await self._job_of(request, path, reservation)
+            job, target = await self._job_of(request, path, key, reservation)
         except (Unauthenticated, Forbidden) as error:
-            claimed = key_id(key_in(request.headers))
-            self._audit.refusal(error.code, route=path[:200], claimed=claimed)
+            route = _REDACTOR.text(path)[:200]
+            self._audit.refusal(error.code, route=route, claimed=key_id(key))
             raise
         return await self._pass_on(request, body, job, target)
 
     async def drain(self, within: float) -> None:
-        self._jobs.stop_waiting()
-        await super().drain(within)
+        """Refuse new requests, and wait until the runs have ended, up to ``within`` seconds."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._jobs.drain()
+        await super().drain(_LAST_ANSWERS)
 
     def _caller(self, key: str, reservation: Reservation) -> Caller:
         """Return the holder of an account's or the operator's key."""
@@ -113,15 +123,14 @@ class Cloud(Entrance):
         return caller
 
     async def _job_of(
-        self, request: web.BaseRequest, path: str, reservation: Reservation
+        self, request: web.BaseRequest, path: str, key: str, reservation: Reservation
     ) -> tuple[Job, str]:
         """Return the run that a request is for, and its target there."""
         target, named = request.raw_path, None
         if match := _NAMED_RUN.fullmatch(path):
             named, path = (match[1], match[2]), match[3]
-            # The rest as it came: it may be percent-encoded.
             target = "/" + target.split("/", 4)[4]
-        session = session_prefix(path) or key_in(request.headers)
+        session = session_prefix(unquote(path)) or key
         if not session.startswith(LANE_KEY_PREFIXES):
             session = request.headers.get(SESSION_HEADER, "")
         if session.startswith(LANE_KEY_PREFIXES):
@@ -130,7 +139,7 @@ class Cloud(Entrance):
             if named not in (None, (job.run.experiment, job.run.trial)):
                 raise Forbidden("this session is not one of the run that the URL names")
             return job, target
-        caller = self._caller(key_in(request.headers), reservation)
+        caller = self._caller(key, reservation)
         if caller.tenant is None:
             raise Forbidden(
                 "the operator's key is for accounts and runs; calls need an account's key"
@@ -147,21 +156,27 @@ class Cloud(Entrance):
         lane = lane_in(key)
         job = self._jobs.by_id.get(lane.id[:_TAG]) if lane is not None else None
         judge = key.startswith(JUDGE_KEY_PREFIX)
-        if job is None or not job.knows(key, JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX):
+        if (
+            job is None
+            or not job.knows(key, JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX)
+            # A run does not go on for an account whose keys are all revoked.
+            or job.account not in self._accounts.names
+        ):
             raise Unauthenticated("this session key is not valid here")
         return job
 
     async def _pass_on(
         self, request: web.BaseRequest, body: RequestBody, job: Job, target: str
     ) -> web.StreamResponse:
+        content: bytes | None = None
+        if not request.body_exists:
+            content = b""
+        elif body.short:
+            # Before the run is used: a client that takes its time to send it keeps no place.
+            content = await body.read_encoded()
         async with self._jobs.using(job) as origin:
             headers = end_to_end(request.headers)
             headers.popall(hdrs.EXPECT, None)
-            content: bytes | None = None
-            if not request.body_exists:
-                content = b""
-            elif body.short:
-                content = await body.read_encoded()
             payload = body.stream() if content is None else content or None
             try:
                 response = await self._upstream.send(
@@ -198,7 +213,9 @@ async def running_cloud(
         upstream = await stack.enter_async_context(open_upstream())
         audit = AuditLog(folder / "audit.jsonl")
         stack.push_async_callback(asyncio.to_thread, audit.close)
-        jobs = Jobs(config, store, folder, upstream, accounts.keys_of, public_url)
+        launching = Launching(config, folder, upstream, accounts.keys_of, public_url)
+        stack.callback(launching.close)
+        jobs = Jobs(config, store, launching, folder)
         keeping = asyncio.create_task(jobs.keep())
         stack.push_async_callback(_end, keeping)
         cloud = Cloud(config, accounts, store, jobs, upstream, audit, public_url)

@@ -1,58 +1,41 @@
-"""The services of the runs: started by a request, queued, stopped, started where they were."""
+"""The jobs of the runs: started by a request, queued, stopped, started where they were, removed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 import shutil
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
-
-import yaml
-from multidict import CIMultiDict
+from typing import Any
 
 from any_agent.auth.access import signer_of
-from any_agent.auth.key_store import StoredKey, StoredKeys
 from any_agent.config.cloud import CloudConfig
-from any_agent.config.load import ADMIN_KEY_VARIABLE
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
     NotFound,
     RunNotReady,
     ServiceUnavailable,
-    StartupError,
 )
 from any_agent.keys import KeySigner
-from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime.atomic_files import make_folder, make_shared_folder, write_atomic
-from any_agent.runtime.ports import keep, port_of, url_of
-from router.cloud.schedule import Rules, State, plan
-from router.cloud.store import Run, RunStore, wishing
-from router.upstream import NeverSent, Upstream
+from router.cloud.launching import Launching
+from router.cloud.schedule import ASKED_FOR, Rules, State, plan
+from router.cloud.store import Run, RunStore, Wish
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-PROGRAM = ("any_agent.cli", "serve")
-"""The module that serves a run, and its first arguments."""
-_HOST = "127.0.0.1"
-_READY_EVERY = 0.25
-"""Seconds between two looks whether a run that starts is ready."""
 _MAX_WAITING = 4096
 """Requests of all runs that wait at once, and half as many of one account."""
-_MAX_LOG = 1 << 20
-"""Bytes of a run's console above which its next start begins another file; one is kept."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0
-"""Seconds until a run that failed is started again; each failure doubles them."""
+_FIRST_PAUSE, _MOST_DOUBLED = 5.0, 6
+"""Seconds until a run that failed is started again; each failure doubles them, so many times."""
+_ROUND = 0.1
+"""Seconds between two looks at the schedule at least."""
+_REMOVE_EVERY = 5.0
+"""Seconds between two attempts to remove a run's files."""
 
 
 class Job:
@@ -67,14 +50,18 @@ class Job:
         self.started_at = 0.0
         self.retry_at = 0.0
         self.calls = 0
-        self.waiting = 0
-        """Requests that wait until it is ready."""
+        self.limits: set[asyncio.Timeout] = set()
+        """The time limits of the requests that wait until it is ready."""
+        self.removing = False
+        """Its files are being removed."""
         self.failures = 0
         """Failures since it was ready last."""
         self.note = ""
         """The words of its last failure."""
         self.position = 0
         """Its position in the queue, from 1; 0 while it is not in it."""
+        self.place = 0
+        """The place that it has, from 0."""
         self.origin = ""
         """The URL of its router."""
         self.ready = asyncio.Event()
@@ -83,14 +70,28 @@ class Job:
         self.ended = asyncio.Event()
         """No process of it runs."""
         self.ended.set()
-        self.process: SupervisedProcess | None = None
-        self.kept: socket.socket | None = None
-        """Keeps its port from other users of the machine."""
         self._signer: KeySigner | None = None
+
+    @property
+    def account(self) -> str:
+        return self.run.account
 
     @property
     def ends(self) -> bool:
         return self.run.wish != "serve"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until it is ready."""
+        return len(self.limits)
+
+    @property
+    def takes_place(self) -> bool:
+        return self.state in ("starting", "running", "stopping")
+
+    def asked_lately(self, now: float) -> bool:
+        """Return whether its place in the queue still counts."""
+        return bool(self.limits) or now - self.asked_at < ASKED_FOR
 
     def knows(self, key: str, prefix: str) -> bool:
         """Return whether a session's or a judge's key is one of this run."""
@@ -101,82 +102,89 @@ class Job:
             self._signer = signer_of(self.dir)
         return self._signer.verify(key, prefix) is not None
 
+    def hurry(self) -> None:
+        """Answer the requests that wait for it."""
+        for limit in self.limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+
 
 class Jobs:
     """All jobs, and the loop that starts and stops them."""
 
     def __init__(
-        self,
-        config: CloudConfig,
-        store: RunStore,
-        folder: Path,
-        upstream: Upstream,
-        keys_of: Callable[[str], Iterable[StoredKey]],
-        public_url: str,
+        self, config: CloudConfig, store: RunStore, launching: Launching, folder: Path
     ) -> None:
-        """``folder``: for settings and logs; ``keys_of`` returns an account's keys."""
+        """``folder``: of the files that the cloud itself keeps for each run."""
         self._config = config
         self._store = store
+        self._launching = launching
         self._folder = folder
-        self._upstream = upstream
-        self._keys_of = keys_of
-        self._public_url = public_url
         self._rules = Rules(config.places, config.idle_after, config.quiet_after, config.turn)
         self._changed = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._limits: set[asyncio.Timeout] = set()
-        """The time limits of requests that wait."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
-        # Children end with the thread that started them, so that one lives as long as we do.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self.by_id = {run.id: Job(run, config) for run in store.runs.values()}
 
     # -- runs ----------------------------------------------------------------------------------
 
-    def add(self, run: Run) -> Job:
+    async def add(self, run: Run) -> Job:
+        """Store a new run."""
+        await self._store.add(run)
         job = self.by_id[run.id] = Job(run, self._config)
         return job
 
-    def log_of(self, run: Run) -> Path:
-        return self._folder / f"{run.id}.log"
+    async def change(self, job: Job, wish: Wish) -> None:
+        """Store what a run's owner wants of it, and act on it.
 
-    def _settings_of(self, run: Run) -> Path:
-        return self._folder / f"{run.id}.yaml"
-
-    async def update(self, run: Run) -> Job:
-        """Store a run's new wish, and act on it."""
-        await self._store.put(run)
-        job = self.by_id[run.id]
-        job.run = run
+        NotFound (`unknown_run`) for one that is being removed, unless that is what is wanted.
+        """
+        if not await self._store.change(job.run, wish) and wish != "delete":
+            raise _deleted(job.run)
+        job.run = self._store.runs.get(job.run.id, job.run)
         if job.ends:
             job.wanted_at, job.position = None, 0
-        else:
-            job.failures, job.retry_at = 0, 0.0
+            job.hurry()
         self._changed.set()
-        return job
+        if job.run.wish == "delete":
+            self._spawn(self._remove(job))
 
-    async def delete(self, run: Run) -> Job:
-        """Store that a run is to be removed, and begin with it; it goes on after a crash."""
-        job = await self.update(wishing(run, "delete"))
-        name = f"delete {run.id}"
-        if name not in self._tasks:
-            task = self._tasks[name] = asyncio.create_task(self._delete(job))
-            task.add_done_callback(lambda _: self._tasks.pop(name, None))
-        return job
+    def of_account(self, account: str) -> list[Job]:
+        """Return the jobs of an account, the oldest run first."""
+        return [self.by_id[run.id] for run in self._store.of_account(account)]
 
-    async def _delete(self, job: Job) -> None:
-        run = job.run
+    async def write_keys(self, account: str) -> None:
+        """Give the runs of an account its present keys, which those that run follow at once."""
+        folders = [job.dir for job in self.of_account(account)]
+        await self._launching.write_keys(account, folders)
+
+    def log_of(self, run: Run) -> Path:
+        return self._launching.log_of(run)
+
+    async def _remove(self, job: Job) -> None:
+        """Remove all files of a run that has ended, and then its row; repeat what fails."""
+        if job.removing:
+            return
+        job.removing = True
         await job.ended.wait()
-        await self._in_thread(lambda: self._remove_files(job))
-        await self._store.remove(run)
-        self.by_id.pop(run.id, None)
+        while True:
+            try:
+                await asyncio.to_thread(self._remove_files, job)
+                await self._store.remove(job.run)
+            except (OSError, AnyAgentError) as error:
+                log.warning("run %s cannot be removed yet: %s", job.run.id, error)
+                await asyncio.sleep(_REMOVE_EVERY)
+            else:
+                self.by_id.pop(job.run.id, None)
+                return
 
     def _remove_files(self, job: Job) -> None:
         # Its name is free at once, and a crash leaves a folder that is found by this name.
         gone = self._folder / f"{job.run.id}.gone"
-        with suppress(FileNotFoundError):
-            job.dir.path.rename(gone)
-        with suppress(FileNotFoundError):
+        if job.dir.path.is_dir():
+            # The last process of a killed service may still be writing.
+            with job.dir.lock():
+                job.dir.path.rename(gone)
+        if gone.is_dir():
             shutil.rmtree(gone)
         for path in self._folder.glob(f"{job.run.id}.*"):
             path.unlink()
@@ -185,28 +193,17 @@ class Jobs:
             with suppress(OSError):
                 folder.rmdir()
 
-    async def write_keys(self, account: str) -> None:
-        """Give the runs of an account its present keys, which those that run follow at once."""
-        jobs = [job for job in self.by_id.values() if job.run.account == account]
-        await self._in_thread(lambda: self._write_keys(*jobs))
-
-    def _write_keys(self, *jobs: Job) -> None:
-        for job in jobs:
-            if job.dir.path.is_dir():
-                keys = StoredKeys(keys=tuple(self._keys_of(job.run.account)))
-                write_atomic(job.dir.keys, keys.model_dump_json(exclude_none=True) + "\n")
-
     # -- requests ------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def using(self, job: Job) -> AsyncIterator[str]:
         """Yield the URL of a run's router for one request, once the run is ready.
 
-        Conflict (`run_stopped`) for one that its owner stopped; ServiceUnavailable with the reason
-        for one that is not ready within `hold` seconds.
+        Conflict (`run_stopped`) for one that its owner stopped; RunNotReady or ServiceUnavailable
+        with the reason for one that is not ready within `hold` seconds.
         """
         self._ask(job)
-        if not job.ready.is_set():
+        while not job.ready.is_set():
             await self._wait(job)
         job.calls += 1
         try:
@@ -218,42 +215,36 @@ class Jobs:
                 self._changed.set()
 
     def _ask(self, job: Job) -> None:
+        """Note that a request is there for a run; raise for a run that may not be started."""
         if job.run.wish == "delete":
-            raise NotFound(f"the run {job.run.name} was deleted", code="unknown_run")
+            raise _deleted(job.run)
         if job.run.wish == "stop":
             raise Conflict(
                 f"the run {job.run.name} is stopped: POST /rl/v1/runs/{job.run.id}/start first",
                 code="run_stopped",
             )
-        job.asked_at = time.monotonic()
-        if not job.ready.is_set() and job.wanted_at is None:
-            job.wanted_at = job.asked_at
+        now = time.monotonic()
+        if not job.ready.is_set() and (job.wanted_at is None or not job.asked_lately(now)):
+            # It has left the queue meanwhile, or was not in it.
+            job.wanted_at = now
             self._changed.set()
+        job.asked_at = now
 
     async def _wait(self, job: Job) -> None:
-        account = job.run.account
-        all_of = [j for j in self.by_id.values() if j.waiting]
-        own = sum(j.waiting for j in all_of if j.run.account == account)
-        if own >= _MAX_WAITING // 2 or sum(j.waiting for j in all_of) >= _MAX_WAITING:
+        waiting = [j for j in self.by_id.values() if j.limits]
+        own = sum(j.waiting for j in waiting if j.account == job.account)
+        if own >= _MAX_WAITING // 2 or sum(j.waiting for j in waiting) >= _MAX_WAITING:
             raise self._not_ready(job)
-        job.waiting += 1
         limit = asyncio.timeout(0.0 if self._draining else self._config.hold)
-        self._limits.add(limit)
+        job.limits.add(limit)
         try:
             async with limit:
                 await job.ready.wait()
         except TimeoutError:
+            self._ask(job)
             raise self._not_ready(job) from None
         finally:
-            self._limits.discard(limit)
-            job.waiting -= 1
-        self._ask(job)
-
-    def stop_waiting(self) -> None:
-        """Answer the requests that wait for a run, also those to come."""
-        self._draining = True
-        for limit in self._limits:
-            limit.reschedule(asyncio.get_running_loop().time())
+            job.limits.discard(limit)
 
     def _not_ready(self, job: Job) -> ServiceUnavailable:
         message = f"the run {job.run.name} cannot answer yet: {self.reason(job)}; try again"
@@ -268,11 +259,14 @@ class Jobs:
         """Return in words why a run does not answer requests, or that it does."""
         if job.run.wish != "serve":
             return "it is being removed" if job.run.wish == "delete" else "its owner stopped it"
+        if self._draining:
+            return "the service stops"
         if job.state == "failed":
-            again = max(0.0, job.retry_at - time.monotonic())
-            return f"{job.note}; it is started again in {again:.0f} s"
-        if job.state == "idle" and job.wanted_at is not None:
-            taken = sum(j.state in ("starting", "running", "stopping") for j in self.by_id.values())
+            pause = job.retry_at - time.monotonic()
+            when = f"in {pause:.0f} s at the earliest" if pause > 0 else "at once"
+            return f"{job.note}; a request starts it again, {when}"
+        if job.state == "idle" and job.position:
+            taken = sum(other.takes_place for other in self.by_id.values())
             return (
                 f"{taken} of {self._config.places} places are taken, and it is number "
                 f"{job.position} in the queue"
@@ -284,38 +278,49 @@ class Jobs:
             "stopping": "it finishes its step and stops; then it is started again",
         }[job.state]
 
-    # -- processes -----------------------------------------------------------------------------
+    # -- starts and ends -----------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Start and stop runs until it is cancelled; then end all of them."""
+        """Start and stop runs until it is cancelled; then kill those that are left."""
         try:
-            for run in [run for run in self._store.runs.values() if run.wish == "delete"]:
-                # A crash came between.
-                await self.delete(run)
+            for job in list(self.by_id.values()):
+                if job.run.wish == "delete":
+                    # A crash came between.
+                    self._spawn(self._remove(job))
             while True:
-                now = time.monotonic()
-                todo = plan(self.by_id.values(), now, self._rules)
-                for job in self.by_id.values():
-                    job.position = 0
-                for position, job in enumerate(todo.queue, 1):
-                    job.position = position
-                for job in todo.start:
-                    self._begin(job)
-                for job in todo.stop:
-                    self._stop(job)
+                again_at = self._round()
+                # Many requests that end at once are one change.
+                await asyncio.sleep(_ROUND)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.05, todo.again_at - now)):
+                    async with asyncio.timeout(max(0.0, again_at - time.monotonic())):
                         await self._changed.wait()
                 self._changed.clear()
         finally:
-            await self._end_all()
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+
+    def _round(self) -> float:
+        """Start and stop what the schedule says; return when to look again at the latest."""
+        todo = plan(self.by_id.values(), time.monotonic(), self._rules)
+        for job in self.by_id.values():
+            job.position = 0
+        for position, job in enumerate(todo.queue, 1):
+            job.position = position
+        for job in todo.stop:
+            self._stop(job)
+        for job in () if self._draining else todo.start:
+            self._begin(job)
+        return todo.again_at
 
     def _begin(self, job: Job) -> None:
+        taken = {other.place for other in self.by_id.values() if other.takes_place}
+        job.place = next(k for k in range(self._config.places) if k not in taken)
         job.state, job.position = "starting", 0
         job.ended.clear()
         job.leaves.clear()
-        task = self._tasks[job.run.id] = asyncio.create_task(self._serve(job))
-        task.add_done_callback(lambda _: self._tasks.pop(job.run.id, None))
+        self._spawn(self._serve(job))
 
     def _stop(self, job: Job) -> None:
         """Let a run finish the requests and the step under way, and end."""
@@ -325,148 +330,52 @@ class Jobs:
         job.leaves.set()
 
     async def _serve(self, job: Job) -> None:
-        """Start a run's service and wait for its end."""
-        problem = ""
+        def became_ready(origin: str) -> None:
+            log.info("run %s (%s) is ready", job.run.id, job.run.name)
+            job.origin, job.state = origin, "running"
+            job.failures, job.wanted_at = 0, None
+            job.started_at = time.monotonic()
+            job.ready.set()
+            self._changed.set()
+
+        problem = "it was cut off"
         try:
-            await self._in_thread(lambda: self._start(job))
-            problem = await self._until_ended(job)
-        except AnyAgentError as error:
-            problem = error.message
-        except OSError as error:
-            problem = f"it cannot be started: {error.strerror}"
+            problem = await self._launching.serve(
+                job.run, job.dir, job.place, job.leaves, became_ready
+            )
         finally:
-            await asyncio.shield(self._in_thread(lambda: self._clean_up(job)))
             self._ended(job, problem)
 
     def _ended(self, job: Job, problem: str) -> None:
         now = time.monotonic()
         job.ready.clear()
-        asked = job.waiting > 0 and not job.ends
-        job.wanted_at = now if asked else None
+        job.wanted_at = now if job.waiting and not job.ends else None
         job.state = "idle"
         if problem and not job.ends:
-            pause = min(_FIRST_PAUSE * 2**job.failures, _LONGEST_PAUSE)
+            pause = _FIRST_PAUSE * 2 ** min(job.failures, _MOST_DOUBLED)
             job.failures += 1
             job.state, job.note, job.retry_at = "failed", problem, now + pause
-            log.error(
-                "run %s (%s): %s (log: %s)", job.run.id, job.run.name, problem, self.log_of(job.run)
-            )
+            console = self.log_of(job.run)
+            log.error("run %s (%s): %s (%s)", job.run.id, job.run.name, problem, console)
         job.ended.set()
         self._changed.set()
 
-    def _start(self, job: Job) -> None:
-        run = job.run
-        make_shared_folder(job.dir.path.parent)
-        make_folder(job.dir.path)
-        self._write_keys(job)
-        job.kept = keep(_HOST)
-        port = port_of(job.kept)
-        job.origin = url_of(_HOST, port)
-        own = {
-            "root": str(self._config.root.absolute()),
-            "user": run.account,
-            "experiment": run.experiment,
-            "trial": run.trial,
-            "server.host": _HOST,
-            "server.port": port,
-            "server.public_url": self._public_url,
-            "server.lane_tag": run.id,
-            "server.ui": False,
-        }
-        settings = self._config.run_settings(run.model, run.preset, run.settings, own)
-        path = self._settings_of(run)
-        write_atomic(path, yaml.safe_dump(settings, sort_keys=False))
-        command = Command(
-            [*PROGRAM, "--config", str(path)],
-            secrets={ADMIN_KEY_VARIABLE: secrets.token_hex(24)},
-        )
-        log_file = self.log_of(run)
-        if log_file.exists() and log_file.stat().st_size > _MAX_LOG:
-            log_file.replace(log_file.with_suffix(".log.1"))
-        job.process = SupervisedProcess(f"run {run.id}", command, log_file)
-        log.info("run %s (%s) starts", run.id, run.name)
-        job.process.start()
-
-    async def _until_ended(self, job: Job) -> str:
-        """Wait for a run's end; return what went wrong, "" if nothing did."""
-        process, first = job.process, asyncio.FIRST_COMPLETED
-        assert process is not None
-        async with _exit_of(process.pid) as exited:
-            ended = asyncio.create_task(exited.wait())
-            leaves = asyncio.create_task(job.leaves.wait())
-            ready = asyncio.create_task(self._until_ready(job))
-            try:
-                within = self._config.start_timeout
-                await asyncio.wait({ended, leaves, ready}, timeout=within, return_when=first)
-                if not (ended.done() or leaves.done() or ready.done()):
-                    return f"it was not ready after {within:g} s"
-                await asyncio.wait({ended, leaves}, return_when=first)
-                if not ended.done():
-                    process.drain()
-                    await asyncio.wait({ended}, timeout=self._config.stop_timeout)
-            finally:
-                for task in (ended, leaves, ready):
-                    task.cancel()
-        if job.leaves.is_set():
-            return ""
-        code = process.poll()
-        return f"its service ended with code {code}" if code else ""
-
-    async def _until_ready(self, job: Job) -> None:
-        while True:
-            with suppress(NeverSent, AnyAgentError):
-                answer = await self._upstream.send(
-                    "GET", job.origin, "/readyz", CIMultiDict(), None
-                )
-                async with answer:
-                    await answer.read()
-                    if answer.status == 200:
-                        break
-            await asyncio.sleep(_READY_EVERY)
-        if job.state == "starting":
-            log.info("run %s (%s) is ready", job.run.id, job.run.name)
-            job.state, job.failures, job.wanted_at = "running", 0, None
-            job.started_at = time.monotonic()
-            job.ready.set()
-            self._changed.set()
-
-    def _clean_up(self, job: Job) -> None:
-        if job.process is not None:
-            job.process.stop(grace=0)
-            job.process = None
-        if job.kept is not None:
-            job.kept.close()
-            job.kept = None
-
-    async def _end_all(self) -> None:
-        """Let every run finish its step, and wait for their ends."""
-        for job in self.by_id.values():
+    async def drain(self) -> None:
+        """Answer the requests that wait, let every run finish what is under way, and wait for
+        their ends."""
+        self._draining = True
+        for job in list(self.by_id.values()):
+            job.hurry()
             if job.state in ("starting", "running"):
                 self._stop(job)
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=self._config.stop_timeout + 10)
-        self._thread.shutdown(wait=False)
+        for job in list(self.by_id.values()):
+            await job.ended.wait()
 
-    async def _in_thread(self, act: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-@asynccontextmanager
-async def _exit_of(pid: int) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when a process has ended."""
-    exited = asyncio.Event()
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        exited.set()
-        yield exited
-        return
-    except OSError as error:
-        raise StartupError(f"the run's process cannot be watched: {error.strerror}") from None
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, exited.set)
-    try:
-        yield exited
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+def _deleted(run: Run) -> NotFound:
+    return NotFound(f"the run {run.name} was deleted", code="unknown_run")

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import web
@@ -26,16 +26,19 @@ from any_agent.errors import (
     MethodNotAllowed,
     NotFound,
     TooManyRequests,
+    Unauthenticated,
 )
 from any_agent.rundir.layout import latest_step, read_json
 from router.body import RequestBody, json_object
 from router.client_response import ClientResponder
 from router.cloud.accounts import Accounts, key_view
 from router.cloud.jobs import Job, Jobs
-from router.cloud.store import Run, RunStore, Wish, wishing
+from router.cloud.store import Run, RunStore, Wish
 
 Handler: TypeAlias = Callable[[web.BaseRequest, RequestBody, Caller], Awaitable[web.StreamResponse]]
+_Act: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
 Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T")
 
 _MAX_BODY = 65_536
 _ROOTS = ("/rl/v1/accounts", "/rl/v1/account", "/rl/v1/runs")
@@ -84,7 +87,8 @@ class OwnRoutes:
         self._public_url = public_url.rstrip("/")
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By account: of two runs with one name only one is made."""
-        self._table: list[tuple[str, re.Pattern[str], Callable[..., Awaitable[Any]]]] = [
+        self._acting: set[asyncio.Task[Any]] = set()
+        self._table: list[tuple[str, re.Pattern[str], _Act]] = [
             ("POST", re.compile("/rl/v1/accounts"), self._create_account),
             ("GET", re.compile("/rl/v1/accounts"), self._list_accounts),
             ("DELETE", re.compile("/rl/v1/accounts/([^/]+)"), self._delete_account),
@@ -116,19 +120,27 @@ class OwnRoutes:
             raise MethodNotAllowed.of(method, path[:200], allowed)
         raise NotFound(f"there is no route {path[:200]}")
 
-    def _handler(self, act: Callable[..., Awaitable[Any]], named: tuple[str, ...]) -> Handler:
+    def _handler(self, act: _Act, named: tuple[str, ...]) -> Handler:
         async def handle(
             request: web.BaseRequest, body: RequestBody, caller: Caller
         ) -> web.StreamResponse:
-            status, data = await act(caller, await body.read(_MAX_BODY), *named)
+            acting = act(caller, await body.read(_MAX_BODY), *named)
+            status, data = await self._whole(acting)
             return await self._replies.json(request, data, status=status)
 
         return handle
 
+    async def _whole(self, acting: Coroutine[Any, Any, T]) -> T:
+        """Do all of a change, also if its client leaves meanwhile."""
+        task = asyncio.create_task(acting)
+        self._acting.add(task)
+        task.add_done_callback(self._acting.discard)
+        return await asyncio.shield(task)
+
     def health(self) -> dict[str, Any]:
         """Return that the process lives, and how many places are taken."""
         jobs = self._jobs.by_id.values()
-        taken = sum(job.state in ("starting", "running", "stopping") for job in jobs)
+        taken = sum(job.takes_place for job in jobs)
         queued = sum(job.position > 0 for job in jobs)
         return {
             "status": "ok",
@@ -142,17 +154,18 @@ class OwnRoutes:
     async def _create_account(self, caller: Caller, content: bytes) -> tuple[int, Any]:
         _require_operator(caller)
         body = _parsed(NewAccount, content)
-        if body.name in self._accounts.names:
-            raise Conflict(
-                f"there is an account {body.name}: POST /rl/v1/accounts/{body.name}/keys makes "
-                "another key of it",
-                code="account_exists",
-            )
-        if self._store.of_account(body.name) or self._removing(body.name):
-            raise Conflict(
-                f"the account {body.name} is being removed; try again", code="account_removing"
-            )
-        return 201, await self._new_key(body.name, body)
+        async with self._making[body.name]:
+            if self._exists(body.name):
+                raise Conflict(
+                    f"there is an account {body.name}: POST /rl/v1/accounts/{body.name}/keys makes "
+                    "another key of it",
+                    code="account_exists",
+                )
+            if self._store.removing(body.name):
+                raise Conflict(
+                    f"the account {body.name} is being removed; try again", code="account_removing"
+                )
+            return 201, await self._new_key(body.name, body)
 
     async def _create_key(self, caller: Caller, content: bytes, name: str) -> tuple[int, Any]:
         _require_operator(caller)
@@ -174,7 +187,8 @@ class OwnRoutes:
 
     async def _list_accounts(self, caller: Caller, _: bytes) -> tuple[int, Any]:
         _require_operator(caller)
-        return 200, {"accounts": [self._account_view(name) for name in self._accounts.names]}
+        names = {*self._accounts.names, *(run.account for run in self._store.runs.values())}
+        return 200, {"accounts": [self._account_view(name) for name in sorted(names)]}
 
     async def _show_account(self, caller: Caller, _: bytes) -> tuple[int, Any]:
         if caller.tenant is None:
@@ -184,14 +198,19 @@ class OwnRoutes:
     async def _delete_account(self, caller: Caller, _: bytes, name: str) -> tuple[int, Any]:
         _require_operator(caller)
         self._require_account(name)
-        for key in self._accounts.keys_of(name):
-            if key.revoked_at is None:
-                await self._accounts.revoke(name, key.id)
-        await self._jobs.write_keys(name)
-        runs = self._store.of_account(name)
-        for run in runs:
-            await self._jobs.delete(run)
-        return 202, {"account": name, "state": "deleting", "runs": len(runs)}
+        # No run is made meanwhile. Each part may be repeated, if this is cut off.
+        async with self._making[name]:
+            jobs = self._jobs.of_account(name)
+            for job in jobs:
+                await self._jobs.change(job, "delete")
+            for key in self._accounts.keys_of(name):
+                if key.revoked_at is None:
+                    await self._accounts.revoke(name, key.id)
+        return 202, {"account": name, "state": "deleting", "runs": len(jobs)}
+
+    def _exists(self, name: str) -> bool:
+        """Return whether an account has a key, or a run: its last key may have been revoked."""
+        return name in self._accounts.names or bool(self._store.of_account(name))
 
     def _account_view(self, name: str) -> dict[str, Any]:
         return {
@@ -202,11 +221,8 @@ class OwnRoutes:
         }
 
     def _require_account(self, name: str) -> None:
-        if name not in self._accounts.names:
+        if not self._exists(name):
             raise NotFound(f"there is no account {name[:80]!r}", code="unknown_account")
-
-    def _removing(self, account: str) -> bool:
-        return any(run.account == account for run in self._store.runs.values())
 
     # -- runs ----------------------------------------------------------------------------------
 
@@ -225,6 +241,9 @@ class OwnRoutes:
         if model is None or preset is None:
             raise InvalidRequest("name a model and a preset: this service has no default ones")
         settings = self._config.run_settings(model, preset, new.settings, {})
+        if account not in self._accounts.names:
+            # It was removed meanwhile.
+            raise Unauthenticated("this key is not valid here")
         trial = new.trial or self._free_trial(account, new.experiment)
         found = self._store.named(account, new.experiment, trial)
         if found is not None:
@@ -240,7 +259,7 @@ class OwnRoutes:
                 code="run_exists",
             )
         try:
-            settings_of(settings)
+            await asyncio.to_thread(settings_of, settings)
         except ConfigError as error:
             raise InvalidRequest(error.message, code="bad_settings", param="settings") from None
         if len(self._store.of_account(account)) >= self._config.runs_per_account:
@@ -248,9 +267,9 @@ class OwnRoutes:
                 f"an account has at most {self._config.runs_per_account} runs: delete one",
                 code="quota_exceeded",
             )
-        run = Run(account, new.experiment, trial, model, preset, new.settings)
-        await self._store.put(run)
-        self._jobs.add(run)
+        id = self._store.free_id()
+        run = Run(id, account, new.experiment, trial, model, preset, new.settings)
+        await self._jobs.add(run)
         return run, True
 
     def _free_trial(self, account: str, experiment: str) -> str:
@@ -273,9 +292,7 @@ class OwnRoutes:
         An account without a run gets the cloud's default one; NotFound (`no_run`) without that.
         """
         if not self._store.of_account(account) and self._config.default is not None:
-            async with self._making[account]:
-                if not self._store.of_account(account):
-                    await self._made(account, NewRun(experiment=self._config.default.experiment))
+            await self._whole(self._make_default(account, self._config.default.experiment))
         runs = self._store.of_account(account)
         if not runs:
             raise NotFound(
@@ -284,6 +301,11 @@ class OwnRoutes:
             )
         serving = [run for run in runs if run.wish == "serve"]
         return self._jobs.by_id[(serving or runs)[-1].id]
+
+    async def _make_default(self, account: str, experiment: str) -> None:
+        async with self._making[account]:
+            if not self._store.of_account(account):
+                await self._made(account, NewRun(experiment=experiment))
 
     async def _list_runs(self, caller: Caller, _: bytes) -> tuple[int, Any]:
         account = caller.tenant
@@ -295,8 +317,7 @@ class OwnRoutes:
         return 200, await self._view(self._job(caller, id), caller)
 
     async def _delete_run(self, caller: Caller, _: bytes, id: str) -> tuple[int, Any]:
-        job = await self._jobs.delete(self._job(caller, id).run)
-        return 202, await self._view(job, caller)
+        return await self._wish(caller, id, "delete")
 
     async def _start_run(self, caller: Caller, _: bytes, id: str) -> tuple[int, Any]:
         return await self._wish(caller, id, "serve")
@@ -305,10 +326,8 @@ class OwnRoutes:
         return await self._wish(caller, id, "stop")
 
     async def _wish(self, caller: Caller, id: str, wish: Wish) -> tuple[int, Any]:
-        run = self._job(caller, id).run
-        if run.wish == "delete":
-            raise NotFound(f"the run {run.name} was deleted", code="unknown_run")
-        job = await self._jobs.update(wishing(run, wish))
+        job = self._job(caller, id)
+        await self._jobs.change(job, wish)
         return 202, await self._view(job, caller)
 
     def _job(self, caller: Caller, id: str) -> Job:

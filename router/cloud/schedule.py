@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -23,8 +24,15 @@ class Seat(Protocol):
         """When its place in the queue begins; None for a run that nobody waits for."""
 
     @property
+    def account(self) -> str: ...
+
+    @property
     def asked_at(self) -> float:
         """The last request for it."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for it now."""
 
     @property
     def started_at(self) -> float:
@@ -70,20 +78,19 @@ class Plan(Generic[S]):
 def plan(seats: Iterable[S], now: float, rules: Rules) -> Plan[S]:
     """Return what to start and to stop.
 
-    Whoever waits is served in the order of asking. For those that find no free place, first runs
-    stop that have been quiet for `quiet_after`, then those whose `turn` is over, one for each.
+    Accounts with fewer places come first, and among them those that asked first. For those that
+    find no free place, first runs stop that have been quiet for `quiet_after`, then those whose
+    `turn` is over, one for each.
     """
     seats = list(seats)
     out: Plan[S] = Plan()
     held = [seat for seat in seats if seat.state in ("starting", "running", "stopping")]
-    waiting = sorted((s for s in seats if _waits(s, now)), key=lambda s: s.wanted_at or 0.0)
+    waiting = [seat for seat in seats if _waits(seat, now)]
     for seat in waiting:
-        out.again_at = min(out.again_at, seat.asked_at + ASKED_FOR)
+        times = (at for at in (seat.asked_at + ASKED_FOR, seat.retry_at) if at > now)
+        out.again_at = min(out.again_at, *times, float("inf"))
     # One that failed a moment ago keeps nobody waiting.
-    ready = [seat for seat in waiting if seat.retry_at <= now]
-    for seat in waiting:
-        if seat.retry_at > now:
-            out.again_at = min(out.again_at, seat.retry_at)
+    ready = _in_turn([s for s in waiting if s.retry_at <= now], Counter(s.account for s in held))
     free = max(0, rules.places - len(held))
     out.start, out.queue = ready[:free], ready[free:]
     running = [seat for seat in held if seat.state == "running"]
@@ -103,10 +110,20 @@ def plan(seats: Iterable[S], now: float, rules: Rules) -> Plan[S]:
     return out
 
 
+def _in_turn(waiting: list[S], held: Counter[str]) -> list[S]:
+    """Return those that wait in the order in which they get places, by the places that each
+    account has already."""
+    order = []
+    for seat in sorted(waiting, key=lambda seat: seat.wanted_at or 0.0):
+        order.append((held[seat.account], seat))
+        held[seat.account] += 1
+    return [seat for _, seat in sorted(order, key=lambda pair: pair[0])]
+
+
 def _waits(seat: Seat, now: float) -> bool:
     if seat.ends or seat.state not in ("idle", "failed") or seat.wanted_at is None:
         return False
-    return now - seat.asked_at < ASKED_FOR
+    return seat.waiting > 0 or now - seat.asked_at < ASKED_FOR
 
 
 def _quiet_since(seat: Seat, now: float) -> float:

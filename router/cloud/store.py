@@ -19,7 +19,9 @@ from any_agent.runtime.atomic_files import owner_only
 Wish = Literal["serve", "stop", "delete"]
 
 FORMAT = 1
-_TABLES = """
+FILE = "cloud.sqlite"
+_TABLES = f"""
+BEGIN;
 CREATE TABLE runs (
     id TEXT PRIMARY KEY,
     account TEXT NOT NULL,
@@ -31,7 +33,9 @@ CREATE TABLE runs (
     wish TEXT NOT NULL,
     created_at REAL NOT NULL,
     UNIQUE (account, experiment, trial)
-) STRICT
+) STRICT;
+PRAGMA user_version = {FORMAT};
+COMMIT;
 """
 
 
@@ -39,6 +43,8 @@ CREATE TABLE runs (
 class Run:
     """One run of an account."""
 
+    id: str
+    """Eight hexadecimal digits, with which the lanes of its session keys begin."""
     account: str
     experiment: str
     trial: str
@@ -51,8 +57,6 @@ class Run:
     removed."""
     created_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
-    id: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Eight hexadecimal digits, with which the lanes of its session keys begin."""
 
     @property
     def name(self) -> str:
@@ -71,7 +75,8 @@ class RunStore:
         self._thread = thread
         self.runs: dict[str, Run] = {}
         """All runs by id, the oldest first."""
-        self._committing: set[asyncio.Task[None]] = set()
+        self._of_account: dict[str, dict[str, Run]] = {}
+        self._committing: set[asyncio.Task[bool]] = set()
 
     @classmethod
     async def open(cls, folder: Path) -> RunStore:
@@ -81,69 +86,99 @@ class RunStore:
         try:
             connection = await loop.run_in_executor(thread, _connect, folder)
             store = cls(connection, thread)
-            store.runs = await loop.run_in_executor(thread, _read, connection)
+            for run in await loop.run_in_executor(thread, _read, connection):
+                store._put(run)
+        except sqlite3.DatabaseError as error:
+            thread.shutdown(wait=False)
+            raise StartupError(
+                f"{folder / FILE} cannot be read ({error}): restore it from a copy"
+            ) from None
         except BaseException:
             thread.shutdown(wait=False)
             raise
         return store
 
-    async def put(self, run: Run) -> None:
-        """Add a run, or store its change."""
-        row = (run.id, run.account, run.experiment, run.trial, run.model, run.preset)
+    async def add(self, run: Run) -> None:
+        """Store a new run; sqlite3.IntegrityError if its id or its name is taken."""
+        values = (run.id, run.account, run.experiment, run.trial, run.model, run.preset)
         rest = (json.dumps(run.settings), run.wish, run.created_at)
-        marks = ", ".join("?" * (len(row) + len(rest)))
-        # Nothing else of a run changes; another run of its name is an error.
-        statement = (
-            f"INSERT INTO runs VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET wish = excluded.wish"
+        marks = ", ".join("?" * (len(values) + len(rest)))
+        await self._commit(
+            f"INSERT INTO runs VALUES ({marks})", (*values, *rest), lambda: self._put(run)
         )
-        await self._commit(statement, (*row, *rest), lambda: self.runs.update({run.id: run}))
+
+    async def change(self, run: Run, wish: Wish) -> bool:
+        """Store a wish; return False, and change nothing, for a run that is being removed."""
+        # The present one, as another change may have come between.
+        return await self._commit(
+            "UPDATE runs SET wish = ? WHERE id = ? AND wish != 'delete'",
+            (wish, run.id),
+            lambda: self._put(replace(self.runs[run.id], wish=wish)),
+        )
 
     async def remove(self, run: Run) -> None:
         """Remove a run."""
-        await self._commit(
-            "DELETE FROM runs WHERE id = ?", (run.id,), lambda: self.runs.pop(run.id, None)
-        )
+        await self._commit("DELETE FROM runs WHERE id = ?", (run.id,), lambda: self._drop(run))
+
+    def _put(self, run: Run) -> None:
+        self.runs[run.id] = run
+        self._of_account.setdefault(run.account, {})[run.id] = run
+
+    def _drop(self, run: Run) -> None:
+        del self.runs[run.id]
+        own = self._of_account[run.account]
+        del own[run.id]
+        if not own:
+            del self._of_account[run.account]
 
     def of_account(self, account: str) -> list[Run]:
         """Return an account's runs, the oldest first, without those that are being removed."""
-        runs = [r for r in self.runs.values() if r.account == account and r.wish != "delete"]
-        return sorted(runs, key=lambda run: run.created_at)
+        own = self._of_account.get(account, {}).values()
+        return [run for run in own if run.wish != "delete"]
+
+    def removing(self, account: str) -> bool:
+        """Return whether a run of the account is being removed."""
+        return any(run.wish == "delete" for run in self._of_account.get(account, {}).values())
 
     def named(self, account: str, experiment: str, trial: str) -> Run | None:
         """Return the run of this name, also one that is being removed; None without one."""
-        name = (account, experiment, trial)
-        found = (r for r in self.runs.values() if (r.account, r.experiment, r.trial) == name)
-        return next(found, None)
+        own = self._of_account.get(account, {}).values()
+        return next((r for r in own if (r.experiment, r.trial) == (experiment, trial)), None)
+
+    def free_id(self) -> str:
+        """Return an id that no run has."""
+        while (id := secrets.token_hex(4)) in self.runs:
+            pass
+        return id
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
         self._thread.shutdown(wait=False)
 
     async def _commit(
-        self, statement: str, values: tuple[Any, ...], then: Callable[[], object]
-    ) -> None:
-        def commit() -> None:
-            with self._connection:
-                self._connection.execute(statement, values)
+        self, statement: str, values: tuple[Any, ...], then: Callable[[], None]
+    ) -> bool:
+        """Commit a statement and change the copy; return whether it has changed a row."""
 
-        async def commit_and_copy() -> None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, commit)
-            then()
+        def commit() -> bool:
+            with self._connection:
+                return self._connection.execute(statement, values).rowcount > 0
+
+        async def commit_and_copy() -> bool:
+            changed = await asyncio.get_running_loop().run_in_executor(self._thread, commit)
+            if changed:
+                then()
+            return changed
 
         # Shielded: a client that leaves must not leave the copy behind the disk.
         committing = asyncio.create_task(commit_and_copy())
         self._committing.add(committing)
         committing.add_done_callback(self._committing.discard)
-        await asyncio.shield(committing)
-
-
-def wishing(run: Run, wish: Wish) -> Run:
-    """Return the run with another wish."""
-    return replace(run, wish=wish)
+        return await asyncio.shield(committing)
 
 
 def _connect(folder: Path) -> sqlite3.Connection:
-    path = folder / "cloud.sqlite"
+    path = folder / FILE
     with open(path, "ab", opener=owner_only):
         pass
     connection = sqlite3.connect(path, check_same_thread=False)
@@ -154,19 +189,13 @@ def _connect(folder: Path) -> sqlite3.Connection:
         connection.close()
         raise StartupError(f"{path} is of format {found}, this version reads {FORMAT}")
     if found == 0:
-        with connection:
-            connection.execute(_TABLES)
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
+        connection.executescript(_TABLES)
     return connection
 
 
-def _read(connection: sqlite3.Connection) -> dict[str, Run]:
-    runs: dict[str, Run] = {}
+def _read(connection: sqlite3.Connection) -> list[Run]:
     columns = "id, account, experiment, trial, model, preset, settings, wish, created_at"
-    for id, *names, settings, wish, created_at in connection.execute(
-        f"SELECT {columns} FROM runs ORDER BY created_at"
-    ):
-        account, experiment, trial, model, preset = names
-        given = json.loads(settings)
-        runs[id] = Run(account, experiment, trial, model, preset, given, wish, created_at, id)
-    return runs
+    rows = connection.execute(f"SELECT {columns} FROM runs ORDER BY created_at")
+    return [
+        Run(*row[:6], settings=json.loads(row[6]), wish=row[7], created_at=row[8]) for row in rows
+    ]

@@ -26,7 +26,7 @@ from tests.support.e2e.live_run import read_records, steps_of
 from tests.support.taught_models import copy_model
 from tests.support.waiting import until
 
-ADMIN = "the operator's key of this test"
+ADMIN = "the-operators-key-of-this-test"
 STEPS = 4
 ACCOUNTS = ("alice", "bob")
 PROGRAM = """
@@ -130,7 +130,7 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
                 )
                 keys[name] = made.json()["api_key"]
         agents = {name: _agent(tmp_path, name, url, keys[name]) for name in ACCOUNTS}
-        await until(lambda: steps("alice"), "a step of alice's", within=300)
+        await until(lambda: steps("alice"), "a step of alice's", within=600)
         first.kill()
         first.wait()
     with cloud(config, log) as second:

@@ -7,6 +7,7 @@ ready, `stays` keeps it from ending at SIGTERM. Each start adds a line to `start
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from any_agent.auth.access import signer_of
 from any_agent.auth.key_store import read_keys
 from any_agent.keys import bearer_of
 from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import reserve
 
 
@@ -27,7 +29,7 @@ def main(path: str) -> None:
     names = (settings["user"], settings["experiment"], settings["trial"])
     run = RunDir.of(Path(settings["root"]), *names)
     with open(run.path / "starts", "a") as starts:
-        starts.write("start\n")
+        starts.write(f"{os.getpid()}\n")
     if (run.path / "fails").exists():
         sys.exit(3)
     asyncio.run(serve(settings, run))
@@ -68,7 +70,10 @@ async def serve(settings: dict[str, Any], run: RunDir) -> None:
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     await web.SockSite(runner, reserve(server["host"], server["port"])).start()
+    run.registry.mkdir(exist_ok=True, mode=0o700)
+    publish(run.registry, RegistryEntry(name="trainer", boot_id="b", url="", pid=os.getpid()))
     await stop.wait()
+    (run.registry / "trainer.json").unlink()
     await runner.cleanup()
 
 

@@ -16,7 +16,7 @@ from any_agent.config.cloud import load_cloud
 from any_agent.runtime.ports import accept_on, port_of, reserve
 from router.cloud.app import Cloud, running_cloud
 
-ADMIN = "an operator's key"
+ADMIN = "the-operators-own-key"
 
 
 @dataclass
@@ -50,6 +50,9 @@ class Client:
     async def state(self, key: str, id: str) -> str:
         return str((await self.ask("GET", f"/rl/v1/runs/{id}", key)).json()["state"])
 
+    async def reason(self, key: str, id: str) -> str:
+        return str((await self.ask("GET", f"/rl/v1/runs/{id}", key)).json()["reason"])
+
     def folder(self, run: dict[str, Any]) -> Path:
         return self.root / str(run["account"]) / str(run["experiment"]) / str(run["trial"])
 
@@ -60,7 +63,7 @@ Opening = Callable[..., AbstractAsyncContextManager[Client]]
 @pytest.fixture
 def opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opening:
     """Open a cloud in ``tmp_path`` with these settings."""
-    monkeypatch.setattr("router.cloud.jobs.PROGRAM", ("tests.support.cloud_run",))
+    monkeypatch.setattr("router.cloud.launching.PROGRAM", ("tests.support.cloud_run",))
 
     @asynccontextmanager
     async def open_cloud(**settings: Any) -> AsyncIterator[Client]:

@@ -92,7 +92,7 @@ async def test_a_quiet_run_gives_its_place_up_and_comes_back_where_it_was(
         again = await cloud.ask("POST", "/v1/chat/completions", session, {})
         assert (again.json()["run"], again.json()["known"]) == ("alice/default/trial-1", True)
         run = (await cloud.ask("GET", "/rl/v1/runs", alice)).json()["runs"][0]
-        assert (cloud.folder(run) / "starts").read_text().count("start") == 2
+        assert (cloud.folder(run) / "starts").read_text().split()[1:]
 
 
 async def test_an_idle_run_stops_and_a_request_under_way_keeps_it(opening: Opening) -> None:
@@ -136,7 +136,7 @@ async def test_a_run_that_fails_is_said_to_and_started_again_later(
 
 
 async def test_a_run_that_does_not_end_is_killed_after_its_time(opening: Opening) -> None:
-    async with opening(stop_timeout=0.5) as cloud:
+    async with opening(stop_timeout=1) as cloud:
         key = await cloud.account("alice")
         run = await cloud.run(key)
         folder = cloud.folder(run)
@@ -147,15 +147,19 @@ async def test_a_run_that_does_not_end_is_killed_after_its_time(opening: Opening
         await until(lambda: _is(cloud, key, run, "stopped"), "its end")
 
 
-async def test_a_run_that_is_killed_is_started_again_by_the_next_request(opening: Opening) -> None:
+async def test_a_run_that_is_killed_is_started_again_by_the_next_request(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.cloud.jobs._FIRST_PAUSE", 0.2)
     async with opening() as cloud:
         key = await cloud.account("alice")
         run = await cloud.run(key)
         await cloud.ask("GET", "/rl/v1/run", key)
-        job = cloud.cloud._jobs.by_id[run["id"]]
-        assert job.process is not None
-        os.kill(job.process.pid, signal.SIGKILL)
+        started = (cloud.folder(run) / "starts").read_text().split()
+        os.kill(int(started[-1]), signal.SIGKILL)
         await until(lambda: _is(cloud, key, run, "failed"), "the failure")
+        assert "code -9" in await cloud.reason(key, run["id"])
+        await until(lambda: _answers(cloud, key), "another start")
 
 
 async def test_a_deleted_run_leaves_no_file_and_its_name_is_free(opening: Opening) -> None:
@@ -181,13 +185,57 @@ async def test_what_was_acknowledged_is_there_after_a_restart(opening: Opening) 
         await cloud.ask("POST", f"/rl/v1/runs/{stopped['id']}/stop", bob)
         # As after a crash amid a deletion.
         extra = await cloud.run(bob, "extra")
-        await cloud.cloud._jobs._store.put(_deleted(cloud, extra))
+        jobs = cloud.cloud._jobs
+        await jobs._store.change(jobs.by_id[extra["id"]].run, "delete")
     async with opening() as cloud:
         found = (await cloud.ask("GET", f"/rl/v1/runs/{run['id']}", alice)).json()
         assert (found["settings"], found["state"]) == ({"train.steps": 3}, "idle")
         assert await cloud.state(bob, stopped["id"]) == "stopped"
         assert (await cloud.ask("POST", "/v1/chat/completions", session, {})).status_code == 200
         await until(lambda: _status(cloud, bob, extra, 404), "the deletion")
+
+
+async def test_a_client_that_leaves_amid_a_change_leaves_no_half_of_it(opening: Opening) -> None:
+    async with opening() as cloud:
+        key = await cloud.account("alice")
+        for path, body in (("/rl/v1/runs", {"experiment": "e"}), ("/rl/v1/start_session", {})):
+            for pause in (0.0, 0.001, 0.003, 0.01):
+                asking = asyncio.create_task(cloud.ask("POST", path, key, body))
+                await asyncio.sleep(pause)
+                asking.cancel()
+                await asyncio.wait([asking])
+        await until(lambda: _answers(cloud, key), "an answer")
+        listed = (await cloud.ask("GET", "/rl/v1/runs", key)).json()["runs"]
+        assert {run["id"] for run in listed} == set(cloud.cloud._jobs.by_id)
+        for run in listed:
+            removing = asyncio.create_task(cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", key))
+            await asyncio.sleep(0.005)
+            removing.cancel()
+            await asyncio.wait([removing])
+            await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", key)
+            await until(lambda run=run: _status(cloud, key, run, 404), "its end")
+
+
+async def test_one_who_comes_back_after_minutes_is_in_the_queue_again(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("schedule", "jobs"):
+        monkeypatch.setattr(f"router.cloud.{module}.ASKED_FOR", 0.5)
+    async with opening(places=1, hold=0.1, quiet_after=1000.0) as cloud:
+        alice, bob = await cloud.account("alice"), await cloud.account("bob")
+        await until(lambda: _answers(cloud, alice), "alice's start")
+        assert not await _answers(cloud, bob)
+        await asyncio.sleep(1.0)
+        run = (await cloud.ask("GET", "/rl/v1/runs", alice)).json()["runs"][0]
+        await cloud.ask("POST", f"/rl/v1/runs/{run['id']}/stop", alice)
+        await until(lambda: _is(cloud, alice, run, "stopped"), "its end")
+        await until(lambda: _answers(cloud, bob), "bob's turn")
+
+
+async def test_a_path_that_hides_its_run_is_refused(opening: Opening) -> None:
+    async with opening() as cloud:
+        for path in ("/runs%2Fa%2Fb%2Fc", "/runs/a%2Fb/c/v1/x", "/runs//x/v1", "/runs/a/b"):
+            assert (await cloud.ask("GET", path)).status_code == 401, path
 
 
 async def test_a_second_cloud_on_the_same_folder_is_refused(opening: Opening) -> None:
@@ -203,7 +251,7 @@ async def test_a_second_cloud_on_the_same_folder_is_refused(opening: Opening) ->
 
 
 async def test_requests_that_wait_are_answered_when_the_cloud_stops(opening: Opening) -> None:
-    async with opening(hold=600.0) as cloud:
+    async with opening(hold=100.0) as cloud:
         key = await cloud.account("alice")
         run = await cloud.run(key)
         cloud.folder(run).mkdir(parents=True, mode=0o700)
@@ -240,6 +288,11 @@ async def test_the_same_run_twice_is_one_and_another_of_its_name_is_refused(
         ({"experiment": "e", "settings": {"model.path": "/etc"}}, "not_settable"),
         ({"experiment": "e", "settings": {"plugins": ["os"]}}, "not_settable"),
         ({"experiment": "e", "settings": {"train.lr": "much"}}, "bad_settings"),
+        ({"experiment": "e", "settings": {"train.preset": "os.system"}}, "not_settable"),
+        ({"experiment": "e", "settings": {"train.preset": "${model.path}"}}, "not_settable"),
+        ({"experiment": "e", "settings": {"train.preset": "nothing"}}, "bad_settings"),
+        ({"experiment": "e", "settings": {"sessions.ttl": [1]}}, "not_settable"),
+        ({"experiment": "e", "settings": {"sampling.max_new_tokens": 1e12}}, "not_settable"),
         ({"experiment": "e", "settings": {"train": {"lr": 1}}}, "not_settable"),
         ({"experiment": "e", "more": 1}, "invalid_request"),
         ([], "invalid_request"),
@@ -253,12 +306,6 @@ async def test_a_run_that_cannot_be_is_refused_and_leaves_nothing(
         refused = await cloud.ask("POST", "/rl/v1/runs", key, body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
         assert (await cloud.ask("GET", "/rl/v1/runs", ADMIN)).json() == {"runs": []}
-
-
-def _deleted(cloud: Client, run: dict[str, Any]) -> Any:
-    from router.cloud.store import wishing
-
-    return wishing(cloud.cloud._jobs.by_id[run["id"]].run, "delete")
 
 
 async def _answers(cloud: Client, key: str) -> bool:

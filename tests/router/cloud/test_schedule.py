@@ -24,6 +24,8 @@ class Seat:
     calls: int = 0
     ends: bool = False
     retry_at: float = 0.0
+    waiting: int = 0
+    account: str = "a"
 
 
 def planned(*seats: Seat, **rules: Any) -> tuple[list[str], list[str], list[str], Plan[Seat]]:
@@ -47,6 +49,14 @@ def running(name: str, *, quiet: float = 0.0, since: float = 100.0, **more: Any)
 def test_places_go_to_those_that_asked_first() -> None:
     start, stop, queue, _ = planned(waiting("late", 1), waiting("first", 9), waiting("next", 5))
     assert (start, stop, queue) == (["first", "next"], [], ["late"])
+
+
+def test_an_account_with_many_runs_does_not_take_all_places() -> None:
+    many = [waiting(f"m{k}", 9 - k, account="many") for k in range(3)]
+    one = waiting("one", 1, account="one")
+    assert planned(*many, one)[:3] == (["m0", "one"], [], ["m1", "m2"])
+    held = running("held", account="many")
+    assert planned(held, *many, one)[0] == ["one"]
 
 
 def test_a_run_that_starts_or_stops_takes_its_place() -> None:
@@ -92,6 +102,8 @@ def test_a_failed_run_lets_others_pass_until_its_pause_is_over() -> None:
 def test_nobody_keeps_a_place_in_the_queue_without_asking_again() -> None:
     gone = waiting("gone", 500, asked_at=NOW - ASKED_FOR - 1)
     assert planned(gone, waiting("b", 3), places=1)[0] == ["b"]
+    gone.waiting = 1
+    assert planned(gone, waiting("b", 3), places=1)[0] == ["gone"]
 
 
 @pytest.mark.parametrize("seed", range(20))

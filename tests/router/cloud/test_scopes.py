@@ -99,6 +99,35 @@ async def test_a_revoked_key_opens_nothing_here_nor_at_a_run(opening: Opening) -
         assert (await _known(cloud, alice)) is True
 
 
+async def test_an_account_without_a_valid_key_is_still_the_operators_to_change(
+    opening: Opening,
+) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        session = (await cloud.ask("POST", "/rl/v1/start_session", alice, {})).json()["api_key"]
+        key = (await cloud.ask("GET", "/rl/v1/account", alice)).json()["keys"][0]
+        await cloud.ask("DELETE", f"/rl/v1/accounts/alice/keys/{key['id']}", ADMIN)
+        assert (await cloud.ask("POST", "/v1/chat/completions", session, {})).status_code == 401
+        assert (await cloud.ask("POST", "/rl/v1/accounts", ADMIN, {"name": "alice"})).json()[
+            "error"
+        ]["code"] == "account_exists"
+        again = await cloud.ask("POST", "/rl/v1/accounts/alice/keys", ADMIN, {})
+        assert await _known(cloud, again.json()["api_key"])
+        assert (await cloud.ask("DELETE", "/rl/v1/accounts/alice", ADMIN)).status_code == 202
+
+
+async def test_no_key_is_in_a_log(opening: Opening) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        session = (await cloud.ask("POST", "/rl/v1/start_session", alice, {})).json()["api_key"]
+        path = f"/runs/other/trial-1/{session}/v1/chat/completions"
+        assert (await cloud.ask("POST", path, "DUMMY", {})).status_code == 403
+    texts = [path.read_bytes() for path in (cloud.root / ".cloud").iterdir() if path.is_file()]
+    assert any(b"/runs/other/trial-1/" in text for text in texts)
+    for key in (session, alice, ADMIN):
+        assert not any(key.encode() in text for text in texts)
+
+
 async def test_a_deleted_account_is_erased_with_its_runs_and_its_keys(opening: Opening) -> None:
     async with opening() as cloud:
         alice, bob = await cloud.account("alice"), await cloud.account("bob")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from any_agent.errors import StartupError
-from router.cloud.store import Run, RunStore, wishing
+from router.cloud.store import Run, RunStore
 
 
 def a_run(trial: str = "t") -> Run:
-    return Run("alice", "exp", trial, "tiny", "grpo", {"train.lr": 0.5})
+    id = secrets.token_hex(4)
+    return Run(id, "alice", "exp", trial, "tiny", "grpo", {"train.lr": 0.5})
 
 
 async def test_changes_are_on_disk_before_they_are_acknowledged(tmp_path: Path) -> None:
     store = await RunStore.open(tmp_path)
     kept, gone = a_run("kept"), a_run("gone")
-    await store.put(kept)
-    await store.put(gone)
-    await store.put(wishing(kept, "stop"))
+    await store.add(kept)
+    await store.add(gone)
+    assert await store.change(kept, "stop")
     await store.remove(gone)
     # Read by another process's connection, without a close.
     with sqlite3.connect(tmp_path / "cloud.sqlite") as other:
@@ -31,31 +34,51 @@ async def test_changes_are_on_disk_before_they_are_acknowledged(tmp_path: Path) 
     other.close()
     await store.close()
     again = await RunStore.open(tmp_path)
-    assert again.runs == {kept.id: wishing(kept, "stop")}
+    assert again.runs == {kept.id: replace(kept, wish="stop")}
     await again.close()
 
 
 async def test_a_caller_that_leaves_does_not_leave_the_copy_behind_the_disk(tmp_path: Path) -> None:
     store = await RunStore.open(tmp_path)
     run = a_run()
-    putting = asyncio.create_task(store.put(run))
+    putting = asyncio.create_task(store.add(run))
     await asyncio.sleep(0)
     putting.cancel()
     await asyncio.wait([putting])
-    await store.put(a_run("later"))
+    await store.add(a_run("later"))
     assert run.id in store.runs
     await store.close()
 
 
 async def test_two_runs_of_one_name_cannot_be(tmp_path: Path) -> None:
     store = await RunStore.open(tmp_path)
-    await store.put(a_run())
+    await store.add(a_run())
     with pytest.raises(sqlite3.IntegrityError):
-        await store.put(a_run())
+        await store.add(a_run())
     with sqlite3.connect(tmp_path / "cloud.sqlite") as other:
         assert other.execute("SELECT count(*) FROM runs").fetchone() == (1,)
     other.close()
     await store.close()
+
+
+async def test_a_run_that_is_being_removed_stays_so_whoever_comes_after(tmp_path: Path) -> None:
+    store = await RunStore.open(tmp_path)
+    run = a_run()
+    await store.add(run)
+    changes = await asyncio.gather(*(store.change(run, w) for w in ("delete", "serve", "delete")))
+    assert changes == [True, False, False]
+    assert (store.runs[run.id].wish, store.of_account("alice")) == ("delete", [])
+    await store.remove(run)
+    assert not await store.change(run, "serve")
+    assert store.runs == {}
+    assert store.named("alice", "exp", "t") is None
+    await store.close()
+
+
+async def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cloud.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(StartupError, match=r"cloud\.sqlite"):
+        await RunStore.open(tmp_path)
 
 
 async def test_a_table_of_another_format_is_refused(tmp_path: Path) -> None:
