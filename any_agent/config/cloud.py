@@ -197,7 +197,7 @@ def load_cloud(path: str | Path, environ: Mapping[str, str] | None = None) -> Cl
         )
     try:
         key = environ[ADMIN_KEY_VARIABLE]
-        ServerConfig(admin_key=SecretStr(key))
+        ServerConfig.model_validate({"admin_key": key})
         cloud = CloudConfig.model_validate(data | {"admin_key": key})
     except ValidationError as error:
         raise ConfigError(explain(error, path, CloudConfig)) from None

@@ -195,7 +195,9 @@ def _connect(folder: Path) -> sqlite3.Connection:
 
 def _read(connection: sqlite3.Connection) -> list[Run]:
     columns = "id, account, experiment, trial, model, preset, settings, wish, created_at"
-    rows = connection.execute(f"SELECT {columns} FROM runs ORDER BY created_at")
-    return [
-        Run(*row[:6], settings=json.loads(row[6]), wish=row[7], created_at=row[8]) for row in rows
-    ]
+    runs = []
+    for row in connection.execute(f"SELECT {columns} FROM runs ORDER BY created_at"):
+        id, account, experiment, trial, model, preset, settings, wish, at = row
+        given = json.loads(settings)
+        runs.append(Run(id, account, experiment, trial, model, preset, given, wish, at))
+    return runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,7 +214,7 @@ async def test_a_client_that_leaves_amid_a_change_leaves_no_half_of_it(opening: 
             removing.cancel()
             await asyncio.wait([removing])
             await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", key)
-            await until(lambda run=run: _status(cloud, key, run, 404), "its end")
+            await until(partial(_status, cloud, key, run, 404), "its end")
 
 
 async def test_one_who_comes_back_after_minutes_is_in_the_queue_again(
