@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,6 +17,7 @@ from aiohttp import hdrs, web
 
 from any_agent.auth.access import Caller, Scope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.completions.apis import api_at
 from any_agent.config.base import NAME_PATTERN
 from any_agent.config.cloud import CloudConfig
 from any_agent.errors import (
@@ -39,7 +41,7 @@ from any_agent.runtime.file_owner import own_file, require_own_entries, require_
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.request_limits import Reservation
 from router.affinity import SESSION_HEADER, key_in
-from router.body import RequestBody
+from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
 from router.cloud.jobs import Job, Jobs
 from router.cloud.launching import Launching
@@ -58,6 +60,15 @@ _LAST_ANSWERS = 2.0
 _REDACTOR = Redactor()
 _NAMED_RUN = re.compile(rf"/runs/({NAME_PATTERN})/({NAME_PATTERN})(/.*)")
 """`/runs/EXPERIMENT/TRIAL/...`: a request for this run of the key's account."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """The run that a request is for, its target there, and its body if it was read."""
+
+    job: Job
+    target: str
+    content: bytes | None = None
 
 
 class Cloud(Entrance):
@@ -98,12 +109,12 @@ class Cloud(Entrance):
                 if request.method != "GET":
                     self._audit.use(who=caller.name, route=f"{request.method} {path[:200]}")
                 return response
-            job, target = await self._job_of(request, path, key, reservation)
+            to = await self._destination(request, path, key, body, reservation)
         except (Unauthenticated, Forbidden) as error:
             route = _REDACTOR.text(path)[:200]
             self._audit.refusal(error.code, route=route, claimed=key_id(key))
             raise
-        return await self._pass_on(request, body, job, target)
+        return await self._pass_on(request, body, to)
 
     async def drain(self, within: float) -> None:
         """Refuse new requests, and wait until the runs have ended, up to ``within`` seconds."""
@@ -122,10 +133,15 @@ class Cloud(Entrance):
             reservation.charge_to(f"account {caller.tenant}")
         return caller
 
-    async def _job_of(
-        self, request: web.BaseRequest, path: str, key: str, reservation: Reservation
-    ) -> tuple[Job, str]:
-        """Return the run that a request is for, and its target there."""
+    async def _destination(
+        self,
+        request: web.BaseRequest,
+        path: str,
+        key: str,
+        body: RequestBody,
+        reservation: Reservation,
+    ) -> _Destination:
+        """Return the run that a request is for."""
         target, named = request.raw_path, None
         if match := _NAMED_RUN.fullmatch(path):
             named, path = (match[1], match[2]), match[3]
@@ -138,15 +154,22 @@ class Cloud(Entrance):
             reservation.charge_to(f"account {job.run.account}")
             if named not in (None, (job.run.experiment, job.run.trial)):
                 raise Forbidden("this session is not one of the run that the URL names")
-            return job, target
+            return _Destination(job, target)
         caller = self._caller(key, reservation)
         if caller.tenant is None:
             raise Forbidden(
                 "the operator's key is for accounts and runs; calls need an account's key"
             )
         if named is not None:
-            return self._routes.job_named(caller.tenant, *named), target
-        return await self._routes.default_job(caller.tenant), target
+            return _Destination(self._routes.job_named(caller.tenant, *named), target)
+        content: bytes | None = None
+        if request.method == "POST" and api_at(path) is not None:
+            content = await body.read()
+            model = (json_object(content) or {}).get("model")
+            job = self._routes.job_of_model(caller.tenant, model)
+            if job is not None:
+                return _Destination(job, target, content)
+        return _Destination(await self._routes.default_job(caller.tenant), target, content)
 
     def _job_of_session(self, key: str) -> Job:
         """Return the run that a session's or a judge's key is of; Unauthenticated for a wrong key.
@@ -166,21 +189,25 @@ class Cloud(Entrance):
         return job
 
     async def _pass_on(
-        self, request: web.BaseRequest, body: RequestBody, job: Job, target: str
+        self, request: web.BaseRequest, body: RequestBody, to: _Destination
     ) -> web.StreamResponse:
-        content: bytes | None = None
-        if not request.body_exists:
+        job, content = to.job, to.content
+        headers = end_to_end(request.headers)
+        headers.popall(hdrs.EXPECT, None)
+        if content is not None:
+            headers[hdrs.CONTENT_LENGTH] = str(len(content))
+            # It was decoded when it was read.
+            headers.popall(hdrs.CONTENT_ENCODING, None)
+        elif not request.body_exists:
             content = b""
         elif body.short:
             # Before the run is used: a client that takes its time to send it keeps no place.
             content = await body.read_encoded()
         async with self._jobs.using(job) as origin:
-            headers = end_to_end(request.headers)
-            headers.popall(hdrs.EXPECT, None)
             payload = body.stream() if content is None else content or None
             try:
                 response = await self._upstream.send(
-                    request.method, origin, target, headers, payload
+                    request.method, origin, to.target, headers, payload
                 )
             except NeverSent:
                 raise ServiceUnavailable(

@@ -286,6 +286,17 @@ class OwnRoutes:
             )
         return self._jobs.by_id[run.id]
 
+    def job_of_model(self, account: str, model: Any) -> Job | None:
+        """Return the run that a call's model names, as `EXPERIMENT/TRIAL`, or with the account
+        before it; None for any other name: agents hard-code many."""
+        names = model.split("/") if isinstance(model, str) else []
+        if len(names) == 3 and names[0] == account:
+            del names[0]
+        if len(names) != 2:
+            return None
+        run = self._store.named(account, *names)
+        return None if run is None or run.wish == "delete" else self._jobs.by_id[run.id]
+
     async def default_job(self, account: str) -> Job:
         """Return the newest run of an account that is not stopped, else the newest one.
 

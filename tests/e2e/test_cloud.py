@@ -151,7 +151,20 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
                 headers={"Authorization": f"Bearer {keys['alice']}"},
                 json={"mode": "eval"},
             )
-            assert (opened.json()["mode"], opened.json()["version"]) == ("eval", STEPS)
+            assert opened.json()["mode"] == "eval"
+            # A start publishes the weights again, as another version.
+            assert opened.json()["version"] >= STEPS
+            # Calls need no session then, and may name the run as their model.
+            said = await http.post(
+                "/v1/chat/completions",
+                headers={"Authorization": f"Bearer {keys['bob']}"},
+                json={
+                    "model": "bob/default/trial-1",
+                    "messages": [{"role": "user", "content": "count from 3"}],
+                },
+            )
+            assert said.status_code == 200, said.text
+            assert said.headers["x-any-agent-experiment"] == "default"
         assert second.poll() is None
     starts = log.read_text().count(" starts")
     for name in ACCOUNTS:

@@ -61,6 +61,17 @@ async def test_a_run_is_chosen_by_the_url_and_a_session_finds_its_own_by_its_key
         ):
             got = await cloud.ask("POST", path, bearer, {})
             assert got.json()["run"] == "alice/old/trial-1", path
+        for model, run in (
+            ("old/trial-1", "old"),
+            ("alice/old/trial-1", "old"),
+            ("bob/old/trial-1", "new"),
+            ("gpt-4o", "new"),
+            ("Qwen/Qwen3-0.6B", "new"),
+        ):
+            for path in ("/v1/chat/completions", "/v1/responses", "/messages"):
+                got = await cloud.ask("POST", path, key, {"model": model})
+                assert got.json()["run"] == f"alice/{run}/trial-1", (model, path)
+                assert got.json()["size"] == len(got.request.content)
         other = await cloud.ask("POST", "/runs/new/trial-1/v1/chat/completions", session, {})
         assert other.status_code == 403
         assert old["id"] != new["id"]
