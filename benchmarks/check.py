@@ -35,6 +35,7 @@ NAMES = (
     "loop",
     "fleet",
     "dashboard",
+    "cloud",
 )
 TIMEOUT = 1800
 """Seconds for one benchmark."""

@@ -145,26 +145,16 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
             ACCOUNTS, STEPS
         )
         # It answers after training, too, at a URL of its own.
-        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
-            opened = await http.post(
-                "/runs/default/trial-1/rl/v1/start_session",
-                headers={"Authorization": f"Bearer {keys['alice']}"},
-                json={"mode": "eval"},
-            )
-            assert opened.json()["mode"] == "eval"
-            # A start publishes the weights again, as another version.
-            assert opened.json()["version"] >= STEPS
-            # Calls need no session then, and may name the run as their model.
-            said = await http.post(
-                "/v1/chat/completions",
-                headers={"Authorization": f"Bearer {keys['bob']}"},
-                json={
-                    "model": "bob/default/trial-1",
-                    "messages": [{"role": "user", "content": "count from 3"}],
-                },
-            )
-            assert said.status_code == 200, said.text
-            assert said.headers["x-any-agent-experiment"] == "default"
+        path = "/runs/default/trial-1/rl/v1/start_session"
+        opened = await _started(url, path, keys["alice"], {"mode": "eval"})
+        assert opened.json()["mode"] == "eval"
+        # A start publishes the weights again, as another version.
+        assert opened.json()["version"] >= STEPS
+        # Calls need no session then, and may name the run as their model.
+        talk = [{"role": "user", "content": "count from 3"}]
+        call = {"model": "bob/default/trial-1", "messages": talk}
+        said = await _started(url, "/v1/chat/completions", keys["bob"], call)
+        assert said.headers["x-any-agent-experiment"] == "default"
         assert second.poll() is None
     starts = log.read_text().count(" starts")
     for name in ACCOUNTS:
@@ -176,6 +166,17 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
         await asyncio.to_thread(_audit, tmp_path, name, set(told), record_property)
     record_property("figure", f"{starts} starts of 2 runs on one place, one kill of the cloud")
     assert starts > len(ACCOUNTS)
+
+
+async def _started(url: str, path: str, key: str, body: Any) -> httpx.Response:
+    """The answer of a run, once it is started."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+        while True:
+            answer = await http.post(path, headers=headers, json=body)
+            if "x-any-agent-run-state" not in answer.headers:
+                assert answer.status_code == 200, answer.text
+                return answer
 
 
 def _agent(folder: Path, name: str, url: str, key: str) -> subprocess.Popen[bytes]:
