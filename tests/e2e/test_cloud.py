@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,41 +29,8 @@ from tests.support.waiting import until
 ADMIN = "the-operators-key-of-this-test"
 STEPS = 4
 ACCOUNTS = ("alice", "bob")
-PROGRAM = """
-import asyncio, json, os
-from aiohttp import ClientSession
-from any_agent.sdk import AgentRunner
-
-class MyAgent:
-    async def run(self, prompt):
-        url = os.environ["OPENAI_BASE_URL"]
-        async with ClientSession(base_url=url) as session:
-            response = await session.post("/v1/chat/completions", json={
-                "model": "gpt-3.5-turbo",
-                "messages": [{"role": "user", "content": prompt}],
-            })
-            response.raise_for_status()
-            done = await response.json()
-            text = done["choices"][0]["message"]["content"] or ""
-            reward = (sum(map(ord, text)) % 101) / 100
-            answer = await session.post("/rl/v1/set_reward", json={
-                "completion_id": done["id"], "reward": reward,
-            })
-            answer.raise_for_status()
-            (await session.post("/rl/v1/finalize", json={"final_reward": 0.5})).raise_for_status()
-
-async def main():
-    prompts = [f"count from {k}" for k in range(6)]
-    for epoch in range(100):
-        results = await AgentRunner().run(MyAgent().run, prompts, group_size=4)
-        told = [r.session_id for r in results if r.state == "finalized"]
-        print(json.dumps(told), flush=True)
-        if len(results) < 4 * len(prompts):
-            break
-
-asyncio.run(main())
-"""
-"""An agent as the documents' second phase has it, and the sessions that it was told are done."""
+PAGE = Path(__file__).parents[2] / "docs/tutorials/with-a-key.md"
+"""It has the agent, as the documents' second phase has it; it prints the sessions."""
 
 
 @contextmanager
@@ -158,12 +125,9 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
         assert second.poll() is None
     starts = log.read_text().count(" starts")
     for name in ACCOUNTS:
-        told = [
-            id
-            for line in (tmp_path / f"{name}.out").read_text().splitlines()
-            for id in json.loads(line)
-        ]
-        await asyncio.to_thread(_audit, tmp_path, name, set(told), record_property)
+        lines = (tmp_path / f"{name}.out").read_text().splitlines()
+        told = {id for id, state, _ in map(str.split, lines) if state == "finalized"}
+        await asyncio.to_thread(_audit, tmp_path, name, told, record_property)
     record_property("figure", f"{starts} starts of 2 runs on one place, one kill of the cloud")
     assert starts > len(ACCOUNTS)
 
@@ -179,9 +143,15 @@ async def _started(url: str, path: str, key: str, body: Any) -> httpx.Response:
                 return answer
 
 
+def _block() -> str:
+    found = re.search(r"<!-- test: account -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    return found[1]
+
+
 def _agent(folder: Path, name: str, url: str, key: str) -> subprocess.Popen[bytes]:
     program = folder / f"{name}.py"
-    program.write_text(PROGRAM)
+    program.write_text(_block())
     environ = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with open(folder / f"{name}.out", "wb") as out, open(folder / f"{name}.err", "wb") as err:
         return subprocess.Popen([sys.executable, str(program)], env=environ, stdout=out, stderr=err)
