@@ -99,4 +99,4 @@ def _alike(members: Sequence[Mapping[str, Any]], keeps_alike: bool) -> bool:
     if not keeps_alike and any(session["state"] == "trained" for session in members):
         return False
     rewards = [session["reward"] for session in members]
-    return min(rewards) == max(rewards)
+    return bool(min(rewards) == max(rewards))
