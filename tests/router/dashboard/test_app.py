@@ -295,7 +295,7 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
 
 async def test_a_session_shows_who_rewarded_which_call(lab: Lab) -> None:
     given = [
-        {"interaction_id": "chatcmpl-1", "name": None, "value": 0.3, "by": "agent", "at": 1e9},
+        {"interaction_id": "chatcmpl-1", "name": None, "value": 0.3, "by": "session", "at": 1e9},
         {"interaction_id": "chatcmpl-99", "name": "style", "value": 0.5, "by": "judge", "at": 1e9},
         {"interaction_id": None, "name": None, "value": 1.0, "by": "acme", "at": 1e9},
     ]
@@ -313,7 +313,7 @@ async def test_a_session_shows_who_rewarded_which_call(lab: Lab) -> None:
     assert table is not None
     cells = [re.sub("<[^>]*>", " ", row).split() for row in table[1].split("<tr>")[2:]]
     assert [row[:5] for row in cells] == [
-        ["call", "1", "–", "0.3", "agent"],
+        ["call", "1", "–", "0.3", "session"],
         ["a", "call", "not", "shown", "here"],
         ["the", "whole", "session", "–", "1"],
     ]
