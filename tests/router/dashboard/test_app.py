@@ -293,6 +293,14 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
     assert 'name="min_reward" value="x"' in answer.text
 
 
+async def test_the_overview_says_how_many_steps_there_will_be(start_lab: StartLab) -> None:
+    lab = await start_lab(KEYS, "train.steps=37")
+    lab.ranks[0].handler = rank
+    await log_in(lab)
+    text = re.sub("<[^>]*>", "", (await lab.get("/ui")).text)
+    assert "– / 37" in text and "Training has ended" not in text
+
+
 async def test_a_session_shows_who_rewarded_which_call(lab: Lab) -> None:
     given = [
         {"interaction_id": "chatcmpl-1", "name": None, "value": 0.3, "by": "session", "at": 1e9},
