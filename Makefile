@@ -139,7 +139,7 @@ endef
 define install
 	@echo "setup    installing $(TORCH)"
 	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c constraints.txt $(TORCH)
-	@echo "setup    installing any-agent-rl[$(1)]: silent for a minute or some"
+	@echo "setup    installing any-agent-rl[$(1)]: silent for some minutes"
 	@$(PIP) -c constraints.txt uv
 	@$(UV) -c constraints.txt -e '.[$(1)]' 2>$(VENV)/uv.log || { \
 	  echo "setup    uv could not (why: $(VENV)/uv.log); pip installs it, in some minutes"; \

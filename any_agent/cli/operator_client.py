@@ -30,16 +30,6 @@ _REMEDY = (
     "admin)"
 )
 
-_REASONS = {
-    "zero_variance": "zero_variance: taught nothing, its group scored alike",
-    "group_too_small": "group_too_small: its group had too few members",
-    "untrainable": "untrainable: none of its calls can be trained on",
-    "stale": "stale: all of its tokens were too old",
-    "too_long": "too_long: one of its rows is above train.max_row_tokens or the model's context",
-    "unusable": "unusable: the trainer cannot compute it; its log says why",
-}
-"""Reasons that the trainer gives, with what they mean."""
-
 
 def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
     """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
@@ -85,8 +75,3 @@ def _url(given: str | None) -> str:
     if not found or is_placeholder(found):
         return DEFAULT_URL
     return found if names_file(found) else checked_url(found, named_by)
-
-
-def reason_text(reason: str | None) -> str:
-    """Return the reason for a session's state in words, "" without any."""
-    return _REASONS.get(reason, reason) if reason else ""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from any_agent.cli import prune
-from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, reason_text, with_client
+from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, with_client
 from any_agent.errors import (
     AnyAgentError,
     ConfigError,
@@ -28,6 +28,7 @@ from any_agent.runtime.command_line import (
     printable,
     seconds,
 )
+from any_agent.runtime.reasons import reason_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

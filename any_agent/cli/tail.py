@@ -9,10 +9,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from any_agent.cli.operator_client import reason_text
 from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.runtime.command_line import printable
+from any_agent.runtime.reasons import reason_text
 
 if TYPE_CHECKING:
     from any_agent.client.rl_client import RLClient

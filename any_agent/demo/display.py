@@ -106,6 +106,8 @@ def news(before: DemoState | None, now: DemoState) -> list[str]:
     out = []
     if before is None:
         out.append(_line("demo", f"seed {now.seed}, files in {now.folder}"))
+    if now.url and (before is None or not before.url):
+        out.append(_line("dashboard", f"{now.url}/ui"))
     if before is None or before.phase != now.phase:
         out.append(_line("now", now.phase))
     known = {step["step"] for step in before.history} if before else set()
@@ -159,7 +161,7 @@ def frame(state: DemoState, width: int) -> RenderableType:
     for label, parts in part_lines(state.parts):
         rows.add_row(label, parts)
     if state.url:
-        rows.add_row("address", state.url)
+        rows.add_row("dashboard", f"{state.url}/ui")
     rows.add_row("", "")
     rows.add_row("step", _progress(state, room))
     rows.add_row("reward", _reward(state, room))

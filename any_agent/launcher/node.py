@@ -446,8 +446,8 @@ class Node:
         )
         if leads:
             self.options.say(
-                "trainer   loads its model; until it is ready, who opens a train session waits "
-                "(`wait`), or gets 429"
+                "trainer   loads its model; until it is ready, train sessions wait to be opened "
+                "(as long as `wait` says, then 429)"
             )
 
     def _add(

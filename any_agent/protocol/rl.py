@@ -453,9 +453,10 @@ class ListSessions(StrictBody):
     group_id: str | None = Field(default=None, max_length=64)
     tenant: str | None = Field(default=None, max_length=64)
     min_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The least final reward; sessions without one are left out."""
+    """The least reward: the sum of the final one and the calls' own, as `reward` is listed;
+    sessions without any are left out."""
     max_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The greatest final reward; sessions without one are left out."""
+    """The greatest reward; sessions without any are left out."""
     reason: str | None = Field(default=None, max_length=128)
     """A part of the reason, in any case: of an end, such as an error, or of a rejection."""
     created_after: float | None = Field(default=None, allow_inf_nan=False)

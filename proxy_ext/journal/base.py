@@ -91,9 +91,9 @@ class SessionFilter:
     group_id: str | None = None
     tenant: str | None = None
     min_reward: float | None = None
-    """The least final reward."""
+    """The least reward: the sum of the final one and the calls' own."""
     max_reward: float | None = None
-    """The greatest final reward."""
+    """The greatest reward."""
     reason: str | None = None
     """A part of the reason, in any case."""
     created_after: float | None = None

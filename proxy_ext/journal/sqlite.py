@@ -58,6 +58,7 @@ T = TypeVar("T")
 
 _UNPACK_BATCH = 32  # interactions that are unpacked before other tasks have their turn
 MAX_SCANNED = 20_000  # sessions among which one page is searched
+MAX_SUMMED = 2000  # the same for a choice by reward, which reads each session's calls
 _TRIM_BYTES = 1 << 20  # given back to the file system at once, within some milliseconds
 _MIN_FREE_BYTES = 1 << 20  # a full disk is written to again when it has this room
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
@@ -77,9 +78,14 @@ SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS 
     (SELECT COUNT(*) FROM rewards WHERE session_id = sessions.id) AS rewards_given
 FROM sessions WHERE number >= :lowest AND number < :before
 """
+_REWARD = """
+(SELECT coalesce(sessions.final_reward + sum(reward), sessions.final_reward, sum(reward))
+    FROM interactions WHERE session_id = sessions.id)
+"""
+"""The sum of a session's final reward and its calls' own; NULL without any."""
 _CONDITIONS = {
-    "min_reward": "final_reward >= :min_reward",
-    "max_reward": "final_reward <= :max_reward",
+    "min_reward": f"{_REWARD} >= :min_reward",
+    "max_reward": f"{_REWARD} <= :max_reward",
     "reason": "instr(lower(reason), lower(:reason)) > 0",
     "created_after": "created_at >= :created_after",
     "created_before": "created_at < :created_before",
@@ -258,13 +264,14 @@ class SQLiteJournal:
             f" AND {_CONDITIONS.get(name, f'{name} = :{name}')}" for name in values
         )
         sql = f"{_PAGE}{conditions} ORDER BY number DESC LIMIT :limit"
+        by_reward = not values.keys().isdisjoint(("min_reward", "max_reward"))
 
         def read(connection: sqlite3.Connection) -> SessionPage:
             end = before
             if end is None:
                 (highest,) = connection.execute("SELECT MAX(number) FROM sessions").fetchone()
                 end = (highest or 0) + 1
-            lowest = max(1, end - MAX_SCANNED)
+            lowest = max(1, end - (MAX_SUMMED if by_reward else MAX_SCANNED))
             bounds = {"lowest": lowest, "before": end, "limit": limit}
             rows = [
                 NumberedRow(

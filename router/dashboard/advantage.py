@@ -16,11 +16,10 @@ from typing import Any
 from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError
 from router.dashboard.chart import number_text
-from router.dashboard.group import sessions_of
+from router.dashboard.group import GroupPage, same, sessions_of
 from router.dashboard.ranks import RankReader, Visitor
 
 _FLOOR = 1e-4  # as the trainer adds to the deviation
-_SAME = 1e-8  # as the trainer takes scores for equal
 MOST = 32
 """Sessions of the largest group whose scores are read."""
 _SCORED = {"stale", "untrainable", "too_long"}
@@ -92,14 +91,9 @@ async def _of_group(
         return Advantage(f"rank {', '.join(map(str, missing))} does not answer")
     if more:
         return Advantage(f"its group has more than {MOST} sessions")
-    took_part = []
-    for one in found:
-        if one["state"] == "rejected" and one["reason"] not in _SCORED:
-            return Advantage(f"session {one['session_id']} of its group was rejected")
-        if one["state"] in ("trained", "rejected"):
-            took_part.append(one)
-    if len(took_part) < 2:
-        return Advantage("a group of one is compared with its batch")
+    took_part, problem = _compared(found)
+    if problem:
+        return Advantage(problem)
     scores = await asyncio.gather(*(_score(ranks, visitor, one["session_id"]) for one in took_part))
     own = next(
         (
@@ -113,6 +107,43 @@ async def _of_group(
     return advantage(own, known, train)
 
 
+def advantages_of(group: GroupPage, train: TrainConfig) -> tuple[dict[str, float], str]:
+    """Return the mean advantages of a group's trained sessions by id, and their formula, or the
+    reason why they cannot be told; "" where none was trained on."""
+    trained = [m.info["session_id"] for m in group.members if m.info["state"] == "trained"]
+    if not trained:
+        return {}, ""
+    took_part, problem = _compared([member.info for member in group.members])
+    if group.missing:
+        problem = f"rank {', '.join(map(str, group.missing))} does not answer"
+    elif group.more:
+        problem = f"the group has more than {len(group.members)} sessions"
+    scores = {member.info["session_id"]: member.score for member in group.members}
+    unread = {member.info["session_id"] for member in group.members if member.problem}
+    compared = [one["session_id"] for one in took_part]
+    if unread.intersection(compared):
+        problem = "the scores of some sessions cannot be read"
+    problem = _beyond_the_group(train) or problem
+    known = [score for id in compared if (score := scores[id]) is not None]
+    found = {
+        id: Advantage(problem) if problem else advantage(scores[id], known, train) for id in trained
+    }
+    told = {id: one.mean for id, one in found.items() if one.mean is not None}
+    words = {one.problem or one.formula for one in found.values()}
+    return told, words.pop() if len(words) == 1 else ""
+
+
+def _compared(found: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the sessions of a group that a step compared, and why they cannot be told."""
+    took_part = []
+    for one in found:
+        if one["state"] == "rejected" and one["reason"] not in _SCORED:
+            return [], f"session {one['session_id']} of its group was rejected"
+        if one["state"] in ("trained", "rejected"):
+            took_part.append(one)
+    return took_part, "a group of one is compared with its batch" if len(took_part) < 2 else ""
+
+
 async def _score(ranks: RankReader, visitor: Visitor, session_id: str) -> float | None:
     page = await ranks.of_session(visitor, session_id, "/interactions", start=0, limit=1)
     score = page["score"]
@@ -123,7 +154,7 @@ def advantage(own: float | None, scores: Sequence[float], train: TrainConfig) ->
     """Return the advantage of a session by its own score and all of its group's scores."""
     if own is None:
         return Advantage("no call of it counts")
-    if len(scores) < 2 or max(scores) - min(scores) <= _SAME * max(1.0, *map(abs, scores)):
+    if len(scores) < 2 or same(scores):
         return Advantage("all of its group scored alike")
     if train.advantage_estimator == "rloo":
         baseline = (math.fsum(scores) - own) / (len(scores) - 1)

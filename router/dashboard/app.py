@@ -23,7 +23,7 @@ from any_agent.keys import key_id
 from any_agent.rundir.layout import RunDir
 from router.affinity import SessionAffinity, key_in
 from router.body import RequestBody
-from router.dashboard.advantage import read_advantage
+from router.dashboard.advantage import advantages_of, read_advantage
 from router.dashboard.group import read_group
 from router.dashboard.logins import LIFETIME, FailureLimit, Logins
 from router.dashboard.overview import STATES, OverviewReader
@@ -265,7 +265,9 @@ class Dashboard:
         if not visitor.operates:
             return Reply(status=303, headers={"Location": f"{ROOT}/sessions"})
         run = await self._overview.read(visitor)
-        return await self._page("overview.html", visitor, run=run, states=STATES)
+        return await self._page(
+            "overview.html", visitor, run=run, states=STATES, steps=self._train.steps
+        )
 
     async def _show_training(self, visitor: Visitor, query: Mapping[str, str]) -> Reply:
         _require_operator(visitor)
@@ -328,7 +330,10 @@ class Dashboard:
     async def _show_tasks(self, visitor: Visitor, query: Mapping[str, str]) -> Reply:
         page = await self._ranks.sessions(visitor, {"limit": str(LATEST)})
         order = query.get("order", ORDERS[0])
-        tasks, known, without = await asyncio.to_thread(tasks_of, page.sessions, order)
+        keeps = self._train.dynamic_sampling == "keep"
+        tasks, known, without = await asyncio.to_thread(
+            tasks_of, page.sessions, order, keeps_alike=keeps
+        )
         return await self._page(
             "tasks.html",
             visitor,
@@ -347,7 +352,10 @@ class Dashboard:
             return Reply(status=303, headers={"Location": f"{ROOT}/sessions"})
         tenant = query.get("tenant", "")
         found = await read_group(self._ranks, visitor, query["group_id"], tenant)
-        return await self._page("group.html", visitor, group=found, tenant=tenant)
+        advantages, words = advantages_of(found, self._train)
+        return await self._page(
+            "group.html", visitor, group=found, tenant=tenant, advantages=advantages, words=words
+        )
 
     async def _show_session(
         self, visitor: Visitor, session_id: str, query: Mapping[str, str]

@@ -16,6 +16,7 @@ MOST = 16
 """Sessions that are shown beside each other."""
 _LOOKS = 10
 """Pages of sessions that are looked through for them."""
+_SAME = 1e-8  # as the trainer takes scores for equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Member:
     """Its latest call; None before the first one."""
     problem: str = ""
     """The reason why its call is not shown; "" where it is."""
+    score: float | None = None
+    """Its reward in training; None before a call that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,16 @@ class GroupPage:
 
     @property
     def alike(self) -> bool:
-        """True if several sessions have rewards, all the same one, and all sessions are known."""
-        rewards = self.rewards
+        """True if several sessions have rewards, all of one score, and all sessions are known."""
+        rewarded = [m for m in self.members if m.info["reward"] is not None]
         known = not self.more and not self.missing and not self.unknown
-        return known and len(rewards) > 1 and min(rewards) == max(rewards)
+        scores = [m.info["reward"] if m.score is None else m.score for m in rewarded]
+        return known and len(scores) > 1 and same(scores)
+
+
+def same(scores: Sequence[float]) -> bool:
+    """Return whether the trainer takes scores for equal."""
+    return max(scores) - min(scores) <= _SAME * max(1.0, *map(abs, scores))
 
 
 async def read_group(
@@ -101,10 +110,11 @@ async def sessions_of(
 
 async def _member(ranks: RankReader, visitor: Visitor, info: Mapping[str, Any]) -> Member:
     try:
-        turn = await _turn(ranks, visitor, info["session_id"], max(0, info["interactions"] - 1))
+        last = max(0, info["interactions"] - 1)
+        turn, score = await _turn(ranks, visitor, info["session_id"], last)
     except AnyAgentError as error:
         return Member(info, None, error.message)
-    return Member(info, turn)
+    return Member(info, turn, score=score)
 
 
 async def _prompt(
@@ -116,24 +126,26 @@ async def _prompt(
     for member in members:
         if member.last is not None:
             try:
-                first = await _turn(ranks, visitor, member.info["session_id"], 0)
+                first, _ = await _turn(ranks, visitor, member.info["session_id"], 0)
             except AnyAgentError:
                 break
             return first.messages if first is not None else ()
     return ()
 
 
-async def _turn(ranks: RankReader, visitor: Visitor, session_id: str, start: int) -> Turn | None:
-    """Return a call by its place, or the last one before it: frozen models' calls are counted, and
-    not shown."""
+async def _turn(
+    ranks: RankReader, visitor: Visitor, session_id: str, start: int
+) -> tuple[Turn | None, float | None]:
+    """Return a call by its place, or the last one before it, as frozen models' calls are counted
+    and not shown; and the session's score."""
     page = await ranks.of_session(visitor, session_id, "/interactions", start=start, limit=1)
     last = int(page["total"]) - 1
     if 0 <= last < start:
         page = await ranks.of_session(visitor, session_id, "/interactions", start=last, limit=1)
     turns = turns_of(page["interactions"], ())
-    return turns[0] if turns else None
+    return turns[0] if turns else None, page["score"]
 
 
-def _place(member: Member) -> tuple[bool, float]:
+def _place(member: Member) -> tuple[bool, float, float]:
     reward = member.info["reward"]
-    return reward is None, -(reward or 0.0)
+    return reward is None, -(reward or 0.0), -(member.score or 0.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from any_agent.runtime.reasons import reason_text
 from router.dashboard.chart import number_text
 
 _CLOCK_ERROR = 5.0  # seconds by which machines' clocks may differ
@@ -28,6 +29,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"number": number_text, "ago": ago, "span": span, "utc": utc}
+    made.filters["reason"] = reason_text
     made.globals["static"] = static_link
     return made
 

@@ -48,7 +48,9 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     info: Mapping[str, Any]
-    final_rewards: Sequence[Mapping[str, Any]] = ()
+    rewards: Sequence[Mapping[str, Any]] = ()
+    """Its rewards, the oldest first, each with the number of its `call`, None for the whole
+    session's and a call on another page."""
     turns: Sequence[Turn] = ()
     start: int = 0
     total: int = 0
@@ -68,12 +70,12 @@ async def read_trajectory(
     try:
         page = await ranks.of_session(visitor, session_id, "/interactions", start=start, limit=PAGE)
     except AnyAgentError as error:
-        return Trajectory(info, _final(info), problem=error.message)
+        return Trajectory(info, _rewards(info, {}), problem=error.message)
     history = info.get("reward_history") or []
     calls = page["interactions"]
     return Trajectory(
         info,
-        _final(info),
+        _rewards(info, {call["id"]: call["number"] for call in calls}),
         turns_of(calls, history),
         page["start"],
         page["total"],
@@ -111,9 +113,9 @@ def turns_of(
     return turns
 
 
-def _final(info: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _rewards(info: Mapping[str, Any], numbers: Mapping[str, int]) -> list[Mapping[str, Any]]:
     history = info.get("reward_history") or []
-    return [entry for entry in history if entry.get("interaction_id") is None]
+    return [entry | {"call": numbers.get(entry.get("interaction_id"))} for entry in history]
 
 
 def message_of(message: Mapping[str, Any]) -> Message:

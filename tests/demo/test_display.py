@@ -33,7 +33,7 @@ def test_a_frame_shows_parts_step_reward_version_and_sessions() -> None:
     assert row(text, "engines") == "0 ready   1 ready"
     assert row(text, "ranks") == "0 ready   1 restarting (restarted twice)"
     assert row(text, "router") == "ready"
-    assert row(text, "address") == "http://127.0.0.1:41235"
+    assert row(text, "dashboard") == "http://127.0.0.1:41235/ui"
     assert row(text, "step").startswith("12/25 ━")
     assert row(text, "reward") == f"0.600 {sparkline([k / 20 for k in range(1, 13)], 60)}"
     assert row(text, "version") == "12   staleness 0.25   tokens/s 312"
@@ -135,6 +135,8 @@ def test_an_interrupt_of_the_first_frame_leaves_the_cursor() -> None:
 
 def test_without_a_terminal_a_line_is_printed_when_something_changed() -> None:
     assert news(busy(), replace(busy(), elapsed=70.0, tokens_per_second=1.0)) == []
+    url = "http://127.0.0.1:41235"
+    assert news(fresh(), replace(fresh(), url=url)) == [f"dashboard {url}/ui"]
     out = io.StringIO()
     state = fresh()
     with Display(lambda: state, Console(file=out), live=False) as shown:

@@ -13,7 +13,10 @@ async function refresh(place) {
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   const fresh = page.getElementById(place.id);
   // Scripts of a parsed page never run, and the policy of this one forbids them anyway.
-  if (fresh) place.replaceChildren(...fresh.childNodes);
+  if (!fresh) return;
+  const scrolled = [...place.querySelectorAll(".wide")].map((table) => table.scrollLeft);
+  place.replaceChildren(...fresh.childNodes);
+  for (const [k, table] of place.querySelectorAll(".wide").entries()) table.scrollLeft = scrolled[k] ?? 0;
 }
 
 function start() {

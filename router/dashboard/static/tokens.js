@@ -115,6 +115,7 @@ function explain() {
     key.textContent = text;
     return key;
   }));
+  if (keys.length) scale.append("Point at a token, or use the arrow keys in an answer, for its id and figures.");
   scale.hidden = keys.length === 0;
 }
 

@@ -278,3 +278,14 @@ async def test_a_page_looks_at_so_many_sessions_however_rare_the_wanted_ones_are
     assert out == ["s8", "s6", "s4", "s2", "s0"]
     empty = await journal.page(SessionFilter(state=SessionState.TRAINED), before=None, limit=9)
     assert (empty.rows, empty.before) == ([], 7)
+
+
+async def test_a_page_by_reward_looks_at_fewer_sessions_as_it_reads_their_calls(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "MAX_SUMMED", 2)
+    for k in range(5):
+        await journal.commit(PutSession(make_row(f"s{k}", final_reward=float(k))))
+    for wanted in (SessionFilter(min_reward=9.0), SessionFilter(max_reward=-1.0)):
+        page = await journal.page(wanted, before=None, limit=9)
+        assert (page.rows, page.before) == ([], 4)

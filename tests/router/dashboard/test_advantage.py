@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from any_agent.config import TrainConfig, load_config
-from router.dashboard.advantage import MOST, advantage, read_advantage
+from router.dashboard.advantage import MOST, advantage, advantages_of, read_advantage
+from router.dashboard.group import GroupPage, Member
 from router.dashboard.ranks import RankReader, SessionsPage, Visitor
 from trainer.advantage import SessionRewards, estimate_advantages
 
@@ -101,3 +102,45 @@ async def test_only_what_was_trained_on_has_an_advantage() -> None:
     )
     assert "scored alike" in advantage(1.0, [1.0, 1.0], train()).problem
     assert "no call" in advantage(None, [1.0, 0.0], train()).problem
+
+
+def group(*members: Member, more: bool = False, missing: tuple[int, ...] = ()) -> GroupPage:
+    return GroupPage("g", (), members, more, missing)
+
+
+@pytest.mark.parametrize("settings", [{"preset": "grpo"}, {"preset": "rloo"}])
+async def test_a_groups_page_shows_the_advantages_of_its_sessions_pages(
+    settings: dict[str, str],
+) -> None:
+    config = train(**settings)
+    infos = [session("a"), session("b"), session("c"), session("late", "aborted")]
+    scores = {"a": 1.0, "b": 0.3, "c": 0.0, "late": 1.0}
+    ranks = Ranks(*infos)
+    ranks.scores.update(scores)
+    page = group(*(Member(info, None, score=scores[info["session_id"]]) for info in infos))
+    told, words = advantages_of(page, config)
+    alone = [await read(ranks, info, config) for info in infos[:3]]
+    assert told == {info["session_id"]: one.mean for info, one in zip(infos, alone, strict=False)}
+    # The others' mean is another one for each session.
+    assert words == (alone[0].formula if settings["preset"] == "grpo" else "")
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        (group(Member(session("a", "finalized"), None, score=1.0)), ""),
+        (group(Member(session("a"), None, score=1.0)), "group of one"),
+        (group(*2 * [Member(session("a"), None, score=1.0)], missing=(1,)), "rank 1 does not"),
+        (group(*2 * [Member(session("a"), None, score=1.0)], more=True), "more than 2 sessions"),
+        (
+            group(Member(session("a"), None, score=1.0), Member(session("b"), None, "away")),
+            "cannot be read",
+        ),
+        (group(*(Member(session(id), None, score=1.0) for id in "ab")), "scored alike"),
+    ],
+)
+def test_a_groups_advantages_that_cannot_be_told_have_their_reason(
+    page: GroupPage, words: str
+) -> None:
+    told, found = advantages_of(page, train())
+    assert told == {} and words in found and bool(found) == bool(words)

@@ -73,7 +73,10 @@ CALL = {
     "last_version": 4,
     "logprob_mean": -0.5,
 }
-CALLS = {"total": 1, "start": 0, "next": None, "cut": False, "interactions": [CALL]}
+CALLS = {
+    **{"total": 1, "start": 0, "next": None, "cut": False},
+    **{"interactions": [CALL], "score": 0.25},
+}
 
 
 async def rank(received: Received) -> None:
@@ -288,6 +291,42 @@ async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> N
     answer = await lab.get("/ui/sessions?min_reward=x")
     assert answer.status_code == 400 and "min_reward must be a number" in answer.text
     assert 'name="min_reward" value="x"' in answer.text
+
+
+async def test_the_overview_says_how_many_steps_there_will_be(start_lab: StartLab) -> None:
+    lab = await start_lab(KEYS, "train.steps=37")
+    lab.ranks[0].handler = rank
+    await log_in(lab)
+    text = re.sub("<[^>]*>", "", (await lab.get("/ui")).text)
+    assert "– / 37" in text and "Training has ended" not in text
+
+
+async def test_a_session_shows_who_rewarded_which_call(lab: Lab) -> None:
+    given = [
+        {"interaction_id": "chatcmpl-1", "name": None, "value": 0.3, "by": "session", "at": 1e9},
+        {"interaction_id": "chatcmpl-99", "name": "style", "value": 0.5, "by": "judge", "at": 1e9},
+        {"interaction_id": None, "name": None, "value": 1.0, "by": "acme", "at": 1e9},
+    ]
+
+    async def handler(received: Received) -> None:
+        if received.target == f"/rl/v1/sessions/{IDS[0]}":
+            await received.answer(session(reward_history=given, reason="zero_variance"))
+        else:
+            await rank(received)
+
+    lab.ranks[0].handler = handler
+    await log_in(lab)
+    page = (await lab.get(f"/ui/sessions/{IDS[0]}")).text
+    table = re.search(r'<table id="rewards">(.*?)</table>', page, re.DOTALL)
+    assert table is not None
+    cells = [re.sub("<[^>]*>", " ", row).split() for row in table[1].split("<tr>")[2:]]
+    assert [row[:5] for row in cells] == [
+        ["call", "1", "–", "0.3", "session"],
+        ["a", "call", "not", "shown", "here"],
+        ["the", "whole", "session", "–", "1"],
+    ]
+    assert 'href="#call-1">call 1' in table[1] and "judge" in table[1] and "acme" in table[1]
+    assert "its group scored alike" in page
 
 
 async def test_a_rank_that_is_away_is_named(start_lab: StartLab) -> None:

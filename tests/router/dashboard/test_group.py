@@ -28,6 +28,7 @@ class Ranks:
         self.pages = pages
         """Pages that are empty but for the last one."""
         self.archived: set[str] = set()
+        self.scores: dict[str, float] = {}
         self.hidden = 0
         """Calls of each session that are counted and not shown."""
         self.asked: list[tuple[str, int]] = []
@@ -59,7 +60,7 @@ class Ranks:
         self.asked.append((id, start))
         total = max(0, calls - self.hidden)
         found = [call(start + 1, start or None)] if start < total else []
-        return {"interactions": found, "total": total}
+        return {"interactions": found, "total": total, "score": self.scores.get(id)}
 
 
 def read(ranks: Ranks, tenant: str = "") -> Any:
@@ -94,6 +95,17 @@ async def test_a_group_without_a_difference_is_named(
     ranks.archived = {"z"}
     group = await read(ranks)
     assert (group.unknown, group.alike) == (1, False), "z may have had another reward"
+
+
+async def test_a_group_of_one_reward_whose_scores_differ_is_not_alike() -> None:
+    # As with train.discount, under which an early call of a long session counts less.
+    ranks = Ranks([], a=(1.0, 1), b=(1.0, 2))
+    ranks.scores = {"b": 1.0, "a": 0.95}
+    group = await read(ranks)
+    assert [member.info["session_id"] for member in group.members] == ["b", "a"]
+    assert not group.alike
+    ranks.scores = {"a": 0.95, "b": 0.95 + 1e-12}
+    assert (await read(ranks)).alike
 
 
 async def test_an_unknown_group_is_refused_unless_a_rank_is_away() -> None:

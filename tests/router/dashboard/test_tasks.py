@@ -15,6 +15,7 @@ def session(task: str | None, reward: float | None = None, **more: Any) -> dict[
         "group_id": None,
         "reward": reward,
         "reason": None,
+        "state": "finalized",
         "created_at": session.at,  # type: ignore[attr-defined]
         **more,
     }
@@ -50,6 +51,19 @@ def test_a_task_teaches_where_the_rewards_of_a_group_differ() -> None:
     assert (mixed.sessions, mixed.mean, mixed.change) == (4, 0.75, 0.5)
     assert (mixed.groups, mixed.alike) == (2, 1)
     assert (found["solved"].change, found["alone"].mean) == (None, None)
+
+
+def test_what_a_step_did_with_a_group_says_whether_it_scored_alike() -> None:
+    sessions = [
+        # Of different lengths: with train.discount their scores differ.
+        session("trained", 1.0, group_id="a", state="trained"),
+        session("trained", 1.0, group_id="a", state="trained"),
+        session("left out", 1.0, group_id="b", state="rejected", reason="zero_variance"),
+        session("left out", 0.5, group_id="b", state="rejected", reason="zero_variance"),
+    ]
+    for keeps in (False, True):
+        tasks, _, _ = tasks_of(sessions, "latest", keeps_alike=keeps)
+        assert {task.id: task.alike for task in tasks} == {"trained": keeps, "left out": 1}
 
 
 def test_each_order_of_tasks_puts_the_right_one_first() -> None:

@@ -85,9 +85,17 @@ async def test_sessions_are_found_by_the_given_name_of_their_group(proxy: Proxy)
     assert [s["group_id"] for s in await listed(proxy, group_id="g")] == ["g", "g"]
 
 
-async def test_sessions_are_filtered_by_their_final_reward(proxy: Proxy) -> None:
-    for reward in (0.0, 0.5, 1.0):
-        await proxy.finished_session(reward=reward, group_size=1)
+async def test_sessions_are_filtered_by_the_reward_that_the_list_shows(proxy: Proxy) -> None:
+    await proxy.finished_session(reward=0.0, group_size=1)
+    # As most agents do: the last call is rewarded, and finalizing adds nothing.
+    session = await proxy.open(group_size=1)
+    await proxy.complete(session["api_key"])
+    await proxy.post("/rl/v1/set_reward", {"reward": 0.5}, session["api_key"])
+    await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+    session = await proxy.open(group_size=1)
+    await proxy.complete(session["api_key"])
+    await proxy.post("/rl/v1/set_reward", {"reward": 0.75}, session["api_key"])
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0.25}, session["api_key"])
     await proxy.open()
     for query, rewards in (
         ({"min_reward": 0.5}, [1.0, 0.5]),
@@ -95,7 +103,7 @@ async def test_sessions_are_filtered_by_their_final_reward(proxy: Proxy) -> None
         ({"min_reward": 0.1, "max_reward": 0.9, "state": "finalized"}, [0.5]),
         ({"min_reward": 2}, []),
     ):
-        assert [s["final_reward"] for s in await listed(proxy, **query)] == rewards, query
+        assert [s["reward"] for s in await listed(proxy, **query)] == rewards, query
     assert (await proxy.http.get("/rl/v1/sessions?min_reward=nan")).status_code == 400
 
 
