@@ -76,6 +76,8 @@ class TrainingBatch:
     ones."""
     cut: list[bool] = field(default_factory=list)
     """For each call whose end is known, whether its output was cut by its length."""
+    lone_roles: int = 0
+    """Roles that only one of several sessions of a group has, with `train.group_by` `role`."""
 
 
 def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
@@ -93,6 +95,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
             ],
             counted=[bool(row["loss_mask"].any()) for row in session.rows],
             tokens=[int(row["loss_mask"].sum()) for row in session.rows],
+            roles=session.roles,
         )
     nodes = session.interactions
     r = propagate_rewards(nodes, discount=config.discount, final_reward=session.final_reward)
@@ -104,6 +107,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
         ],
         counted=[node.trainable and node.id not in gone for node in nodes],
         tokens=[len(node.output_ids) for node in nodes],
+        roles=[node.role for node in nodes],
     )
 
 
@@ -166,6 +170,7 @@ def training_batch(
     for number, (group, group_rewards, estimate) in enumerate(
         zip(groups, rewards, estimates, strict=True)
     ):
+        batch.lone_roles += estimate.lone_roles
         dropped = config.dynamic_sampling == "drop" and _outcomes(group, config)[1]
         for place, (session, r, advantages, score) in enumerate(
             zip(group, group_rewards, estimate.advantages, estimate.scores, strict=True)

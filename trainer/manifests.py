@@ -31,6 +31,7 @@ SETTINGS = (
     "discount", "normalize_std", "dynamic_sampling", "max_row_tokens", "preset",
     "advantage_estimator", "aggregation", "constant_length", "overlong_length", "overlong_buffer",
     "overlong_penalty", "minibatches", "epochs_per_batch", "kl_reward_coef", "reference_model",
+    "group_by",
 )
 # fmt: on
 """The settings of `train` that decide what a step does, beside those of loss and optimizer."""
@@ -227,7 +228,7 @@ _TOKENS = {
     "attention_mask": np.bool_,
 }
 """The tensors of a row, each [seq_len], and their types."""
-_HEADER = ("session_id", "group_id", "task_id", "temperatures")
+_HEADER = ("session_id", "group_id", "task_id", "temperatures", "roles")
 """The other fields of a sampled session, which the file's header has."""
 
 

@@ -79,6 +79,12 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "reward": Metric(
         "any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions."
     ),
+    "lone_roles": Metric(
+        "any_agent_train_lone_roles",
+        "gauge",
+        "Roles in the latest batch that only one of several sessions of its group has: with "
+        "train.group_by=role they have no baseline, and advantages of 0.",
+    ),
     "staleness_mean": Metric(
         "any_agent_train_staleness_mean_steps",
         "gauge",

@@ -188,6 +188,18 @@ def _in_the_batch(c: Mapping[str, Any]) -> Iterator[str]:
                     f"train.{name} contradicts train.advantage_estimator=maxrl, which divides by "
                     "the mean of rewards of 0 and above: leave it out"
                 )
+    if c["group_by"] == "role" and estimator == "reinforce_pp":
+        yield (
+            "train.group_by=role contradicts train.advantage_estimator=reinforce_pp, which "
+            "compares with the whole batch and not in groups: set reinforce_pp_baseline or grpo, "
+            "or leave train.group_by out"
+        )
+    if c["group_by"] == "role" and estimator in RETURNS_OF_TOKENS and c["kl_reward_coef"]:
+        yield (
+            f"train.group_by=role contradicts train.kl_reward_coef with train.advantage_estimator="
+            f"{estimator}, which gives each token a divergence by its session's scale: set "
+            "train.kl_coef instead, or another estimator"
+        )
     if c["normalize_std"] == "group" and known["normalize_std"] != "group":
         yield (
             f"train.normalize_std=group contradicts train.advantage_estimator={estimator}: set "

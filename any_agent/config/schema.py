@@ -118,6 +118,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _rows_have_one_role(self) -> Self:
+        if self.train.group_by == "role" and self.rollout.agent.export_style == "concat":
+            raise ValueError(
+                "train.group_by=role contradicts rollout.agent.export_style=concat, whose rows may "
+                "have the outputs of several roles: set individual, or leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _items_can_rest(self) -> Self:
         if self.rollout.sampling == "uniform":
             return self

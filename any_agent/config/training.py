@@ -189,6 +189,9 @@ class TrainConfig(Section):
     loss: str = ""
     """The loss: `grpo`, `gspo`, `gmpo`, `dppo`, `cispo`, `sapo`, `vespo`, `reinforce`, or your own,
     by its registered name or as `package.module.function`. Empty: the preset's."""
+    group_by: Literal["session", "role"] = "session"
+    """Whose rewards share a baseline in a group: those of its `session`s, or those of each `role`,
+    the agents of a session that the header `x-any-agent-role` names."""
     dynamic_sampling: Literal["refill", "drop", "keep"] = "refill"
     """The fate of a group whose sessions all score the same, and which teaches nothing. `refill`:
     another one takes its place (DAPO), so that a step needs more sessions the harder or the easier

@@ -119,6 +119,7 @@ class InteractionWithTokenLogpReward:
         tree: InteractionTree | None = None,
         rewards: Mapping[str, float] | None = None,
         parent_id: str | None = None,
+        role: str = "",
     ) -> None:
         """Without ``row``, the tensors' values come from ``model_response``.
 
@@ -133,6 +134,8 @@ class InteractionWithTokenLogpReward:
         self.interaction = interaction
         self.tree = tree
         self.rewards = rewards or {}
+        self.role = role if interaction is None else interaction.role
+        """The agent of the session that made the call; "" for one without a name."""
         self.parent_id = parent_id if interaction is None else interaction.parent_id
         """The id of the interaction that it continues."""
         given = {
@@ -180,6 +183,7 @@ class InteractionWithTokenLogpReward:
         completion: ChatCompletion | Mapping[str, Any] | None = None,
         model_response: ModelResponse | Mapping[str, Any] | None = None,
         parent_id: str | None = None,
+        role: str = "",
     ) -> Self:
         """Return an interaction from exported tensors or arrays, [seq_len] or [1, seq_len].
 
@@ -201,6 +205,7 @@ class InteractionWithTokenLogpReward:
             completion=_as_completion(completion),
             model_response=_as_response(interaction_id, model_response),
             parent_id=parent_id,
+            role=role,
         )
 
     @staticmethod

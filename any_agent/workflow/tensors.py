@@ -116,6 +116,16 @@ def rows_of(
     return rows
 
 
+def roles_of(result: EpisodeResult) -> list[str]:
+    """Return the role of each row of :func:`rows_of`; [] for tensors, which have none."""
+    kind = kind_of(result)
+    if kind == "trajectories":
+        return [i.role for t in cast(list[Trajectory], result) for i in t.interactions]
+    if kind == "interactions":
+        return [i.role for i in cast(Mapping[str, InteractionWithTokenLogpReward], result).values()]
+    return []
+
+
 def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
     """Return the rows of a batch of tensors without padding; missing fields get neutral values."""
     arrays = {name: np.asarray(value) for name, value in tensors.items()}

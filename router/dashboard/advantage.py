@@ -75,6 +75,8 @@ def _beyond_the_group(train: TrainConfig) -> str:
     name, norm = train.advantage_estimator, train.normalize_std
     if name not in ("grpo", "rloo"):
         return f"train.advantage_estimator={name} needs more than the group's scores"
+    if train.group_by == "role":
+        return "train.group_by=role compares each role's scores, which the session's do not tell"
     if norm == "batch":
         return "train.normalize_std=batch divides by the deviation of the step's whole batch"
     if train.overlong_length or train.kl_reward_coef:

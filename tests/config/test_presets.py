@@ -100,6 +100,8 @@ CONTRADICTIONS = {
     "preset=maxrl kl_reward_coef=0.1": "train.kl_reward_coef",
     "preset=maxrl overlong_length=100": "train.overlong_length",
     "preset=opo normalize_std=group": "train.normalize_std",
+    "preset=reinforce_pp group_by=role": "advantage_estimator=reinforce_pp",
+    "preset=reinforce_pp_baseline group_by=role kl_reward_coef=0.1": "train.kl_reward_coef",
     "preset=gspo k_pos=1": "train.k_pos",
     "preset=cispo dual_clip=7": "train.dual_clip",
     "dual_clip=1.2": "train.dual_clip=1.2",
@@ -152,6 +154,13 @@ def test_saved_settings_keep_none_that_the_preset_chose(
     names = {one.partition("=")[0] for one in given}
     both = [one for one in saved if one.partition("=")[0] not in names] + given
     assert load_config(file, [f"train.{one}" for one in given], {}).train == train(*both)
+
+
+def test_rows_of_several_roles_have_no_role_to_group_by() -> None:
+    concat = "rollout.agent.export_style=concat"
+    with fails_with(ConfigError, concat):
+        load_config(None, ["train.group_by=role", concat], {})
+    assert load_config(None, ["train.group_by=role"], {}).train.group_by == "role"
 
 
 def test_items_cannot_rest_where_no_group_is_left_out_or_the_order_is_fixed() -> None:

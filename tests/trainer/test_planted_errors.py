@@ -30,6 +30,7 @@ from tests.trainer import test_batch as batch
 from tests.trainer import test_kl_reward as kl_reward
 from tests.trainer import test_lora as lora
 from tests.trainer import test_packing as packing
+from tests.trainer import test_roles as roles
 from tests.trainer import test_tree as tree
 from tests.trainer import test_trl as trl
 from tests.trainer import test_updates as updates
@@ -72,6 +73,7 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl vespo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "vespo", 1),
     "trl gmpo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gmpo", 0),
     "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
+    "roles": roles.roles_law,
     "success": advantage.test_maxrl_divides_by_the_mean_score_and_refuses_negative_ones,
     "trl gspo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gspo", 0),
     "trl dr_grpo": partial(trl.preset_equals_trl, "dr_grpo"),
@@ -206,6 +208,8 @@ DPPO leaves nothing out | dppo
     surrogates: .masked_fill(low | high, 0.0) -> .masked_fill(low & high, 0.0)
 OPO without its lengths | length-weighted
     advantage: [(s.length, score) for s -> [(1, score) for s
+one baseline for all roles | roles
+    advantage: counted=[own == role for own in self.counted_roles] -> counted=self.counted
 MaxRL divides by nothing | success
     advantage: scale = baseline if baseline else 1.0 -> scale = 1.0
 CISPO drops clipped tokens | cispo
