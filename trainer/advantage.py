@@ -138,10 +138,10 @@ def _of_roles(
         for n, estimate in zip(places, estimates, strict=True):
             found[n][role] = estimate
     out = []
-    for group, roles_of, estimates in zip(groups, counted, found, strict=True):
+    for group, roles_of, of_role in zip(groups, counted, found, strict=True):
         advantages = tuple(
             tuple(
-                0.0 if role is None else estimates[role].advantages[s][i]
+                0.0 if role is None else of_role[role].advantages[s][i]
                 for i, role in enumerate(roles)
             )
             for s, roles in enumerate(roles_of)
@@ -154,7 +154,7 @@ def _of_roles(
                 advantages,
                 tuple(s.score for s in group),
                 *_mean_and_std(_pool(group)),
-                all(e.zero_variance for e in estimates.values()) if estimates else several,
+                all(e.zero_variance for e in of_role.values()) if of_role else several,
                 lone_roles=sum(n == 1 for n in sessions_with.values()) if several else 0,
             )
         )

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.loss import LossConfig, LossInputs, clipped_log_ratio, importance_weight
+from trainer.loss import (
+    LossConfig,
+    LossInputs,
+    clipped_log_ratio,
+    importance_weight,
+    is_rejected,
+)
 from trainer.packing import Pass, Shape, dealt, tie
 from trainer.rows import Row, at_trained, count_trained, trained_positions, with_values
 from trainer.world import World, gathered, local_part
@@ -84,6 +90,19 @@ def with_sequence_means(
     """
     pairs = zip(rows, logprobs, strict=True)
     return _with_means(rows, name, [v - row[base][row["loss_mask"].bool()] for row, v in pairs])
+
+
+def with_rejections(
+    rows: Sequence[Row], proximal: Sequence[Tensor], config: LossConfig
+) -> list[Row]:
+    """Return the rows with 1 where the row is rejected, from log pi_prox of its trained tokens, and
+    0 elsewhere."""
+    out = []
+    for row, values in zip(rows, proximal, strict=True):
+        log_ratios = values - row["logprobs"][row["loss_mask"].bool()]
+        gone = len(values) > 0 and is_rejected(log_ratios, config)
+        out.append(row | {"rejected": values.new_tensor(float(gone))})
+    return out
 
 
 def with_clipped_ratios(

@@ -71,6 +71,9 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train.top_entropy": "train.top_entropy_quantile",
     "train.is_floor": "train.vllm_importance_sampling_clip_min",
     "train.off_policy_threshold": "train.off_policy_mask_threshold",
+    "train.rejection_k1, train.rejection_k2 or train.rejection_k3": (
+        "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold"
+    ),
     "train.kl_estimator": "train.kl_loss_type",
     "train.entropy_coef": "train.entropy_coeff actor.entropy_coeff",
     "train.overlong_length": "actor.overlong_reward_penalty",

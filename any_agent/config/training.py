@@ -251,6 +251,15 @@ class TrainConfig(Section):
     off_policy_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Nats: a row of negative advantage is not trained on where mu exceeds the policy by more, on
     the mean over its tokens (DeepSeek-V3.2; one more forward pass). null: all rows are."""
+    rejection_k1: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Nats: a row is not trained on whose mean of log pi_prox - log mu over its tokens is further
+    from 0 (one more forward pass). null: all rows are."""
+    rejection_k2: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The same, for the mean of half its square: of rows of which engine and trainer disagree in
+    either direction, though not on the mean."""
+    rejection_k3: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The same, for the mean of r - 1 - log r with r = pi_prox / mu, an estimate of the divergence
+    that is never negative."""
     entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the entropy in the loss, from which it is subtracted."""
     top_entropy: float = Field(1.0, gt=0, le=1)

@@ -118,6 +118,7 @@ CONTRADICTIONS = {
     "overlong_penalty=0.5": "train.overlong_penalty",
     "overlong_length=4 overlong_buffer=5": "train.overlong_buffer=5",
     "overlong_length=8192": "train.overlong_length=8192",
+    "rejection_k2=0": "train.rejection_k2",
     "entropy_coef=-0.1": "train.entropy_coef",
     "kl_coef=inf": "train.kl_coef",
     "eps_high=inf": "train.eps_high",

@@ -74,6 +74,10 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl gmpo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gmpo", 0),
     "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
     "roles": roles.roles_law,
+    **{
+        f"rejection {k}": partial(updates.rejection_law, f"rejection_{k}")
+        for k in ("k1", "k2", "k3")
+    },
     "success": advantage.test_maxrl_divides_by_the_mean_score_and_refuses_negative_ones,
     "trl gspo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gspo", 0),
     "trl dr_grpo": partial(trl.preset_equals_trl, "dr_grpo"),
@@ -208,6 +212,14 @@ DPPO leaves nothing out | dppo
     surrogates: .masked_fill(low | high, 0.0) -> .masked_fill(low & high, 0.0)
 OPO without its lengths | length-weighted
     advantage: [(s.length, score) for s -> [(1, score) for s
+a row is rejected on one side alone | rejection k1
+    loss: (d.mean().abs(), -> (d.mean(),
+k2 of a row's mean | rejection k2
+    loss: d.square().mean() / 2 -> d.mean().square() / 2
+k3 of the other direction | rejection k3
+    loss: (torch.expm1(d) - d).mean() -> (torch.expm1(-d) + d).mean()
+rejected rows are trained on | rejected rows
+    loss: left_behind | (inputs.rejected > 0) -> left_behind
 one baseline for all roles | roles
     advantage: counted=[own == role for own in self.counted_roles] -> counted=self.counted
 MaxRL divides by nothing | success

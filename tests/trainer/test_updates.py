@@ -217,6 +217,55 @@ def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
     assert float(found[-1][1]["sequence_log_ratio"].abs().max()) > 1e-4
 
 
+REJECTIONS = {
+    "rejection_k1": lambda d: abs(math.fsum(d) / len(d)),
+    "rejection_k2": lambda d: math.fsum(x * x for x in d) / len(d) / 2,
+    "rejection_k3": lambda d: math.fsum(math.exp(x) - 1 - x for x in d) / len(d),
+}
+
+
+@pytest.mark.parametrize("bound", REJECTIONS)
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_rows_beyond_a_bound_of_their_divergence_are_rejected(bound: str, budget: int) -> None:
+    """By each mean over a row, from full logits of the policy before the first update."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(LOSSES, "find", lambda name: recorder)
+        policy = small_policy(lr=1e-3)
+        rows = tree_rows(0)[:7]
+        before = [dense_logprobs(policy.model, row).detach() for row in rows]
+        given = [row["logprobs"][row["loss_mask"].bool()] for row in rows]
+        for k in (1, 4):  # in these the policy is the less likely one
+            given[k] = 2 * before[k] - given[k]
+            mask = rows[k]["loss_mask"].bool()
+            own = rows[k]["logprobs"].masked_scatter(mask, given[k].to(rows[k]["logprobs"]))
+            rows[k] = rows[k] | {"logprobs": own}
+            given[k] = own[mask]
+        ratios = [(now - mu).tolist() for now, mu in zip(before, given, strict=True)]
+        means = [REJECTIONS[bound](d) for d in ratios]
+        limit = sorted(means)[3] * 1.001
+        gone = [mean > limit for mean in means]
+        assert sum(gone) == 3
+        policy.train(rows, budget, LossConfig(**{bound: limit}), StepConfig(2), PARTS)
+    expected = [
+        torch.stack([now, torch.full_like(now, float(out))], 1)
+        for now, out in zip(before, gone, strict=True)
+    ]
+    for number in range(4):
+        part = PARTS[number % 2]
+        wanted = sorted_rows(torch.cat([expected[k] for k in part]))
+        tokens, calls = len(wanted), []
+        while tokens > 0:
+            calls.append(recorder.calls.pop(0))
+            tokens -= len(calls[-1]["logprobs"])
+        columns = [torch.cat([c[name] for c in calls]) for name in ("proximal", "rejected")]
+        assert_close([sorted_rows(torch.stack(columns, 1))], [wanted], 1e-9)
+
+
+def rejection_law(bound: str) -> None:
+    test_rows_beyond_a_bound_of_their_divergence_are_rejected(bound, 9)
+
+
 def sorted_rows(table: Tensor) -> Tensor:
     """Rows in a fixed order, whatever passes they came from."""
     return table[sorted(range(len(table)), key=lambda k: table[k].round(decimals=7).tolist())]
