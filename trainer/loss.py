@@ -46,6 +46,7 @@ class LossConfig:
     rejection_k1: float | None = None
     rejection_k2: float | None = None
     rejection_k3: float | None = None
+    second_moment: float | None = None
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
     entropy_coef: float = 0.0
@@ -71,6 +72,8 @@ class LossConfig:
             raise ConfigError("kl_coef and entropy_coef must not be negative")
         if any(bound is not None and bound <= 0 for bound in self.rejections):
             raise ConfigError("rejection_k1, rejection_k2 and rejection_k3 must be positive")
+        if self.second_moment is not None and self.second_moment <= 0:
+            raise ConfigError("second_moment must be positive")
         if not 0 < self.top_entropy <= 1:
             raise ConfigError("top_entropy must be above 0, and 1 at most")
         if self.tau_pos <= 0 or self.tau_neg <= 0:
@@ -122,6 +125,9 @@ class LossInputs:
     rejected: Tensor | None = None
     """1 for the tokens of rows that are beyond a bound of their divergence, :func:`is_rejected`,
     0 for the others."""
+    outlier: Tensor | None = None
+    """1 for the tokens that the bound of the minibatch's second moment leaves out at the beginning
+    of this optimizer step, 0 for the others."""
     sequence_clipped_ratio: Tensor | None = None
     """The mean over the row's trained tokens of :func:`clipped_log_ratio`, at the beginning of this
     optimizer step. None: 0, on the first step."""
@@ -280,8 +286,9 @@ class PolicyLoss:
         require_finite("ratio", term.ratio, place)
         weight, beyond = importance_weight(proximal, inputs, config)
         left_behind = off_policy(inputs, config)
-        if inputs.rejected is not None:
-            left_behind = left_behind | (inputs.rejected > 0)
+        for gone in (inputs.rejected, inputs.outlier):
+            if gone is not None:
+                left_behind = left_behind | (gone > 0)
         factor = torch.ones_like(weight) if self.sequence_product else weight
         per_token = factor.masked_fill(left_behind, 0.0) * term.loss
         if inputs.high_entropy is not None:
@@ -442,6 +449,7 @@ def _require_inputs(
         ("is_level=sequence", config.is_level == "sequence", "sequence_log_weight"),
         ("off_policy_threshold", config.off_policy_threshold is not None, "sequence_log_weight"),
         ("rejection_k1, rejection_k2 or rejection_k3", needs_rejections(config), "rejected"),
+        ("second_moment", config.second_moment is not None, "outlier"),
         ("top_entropy", config.top_entropy < 1, "high_entropy"),
         (f"the loss {config.name}", needs_sequence_product(config), "sequence_product"),
     ):
@@ -455,6 +463,7 @@ _TITLES = {
     **{"token_weights": "token's weight", "high_entropy": "choice by entropy"},
     **{"sequence_log_ratio": "row's log ratio", "sequence_log_weight": "row's log weight"},
     **{"sequence_clipped_ratio": "row's clipped ratio", "rejected": "row's rejection"},
+    **{"outlier": "choice by second moment"},
     **{"sequence_product": "row's product of ratios", "fresh": "mark of fresh tokens"},
 }
 

@@ -127,8 +127,8 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "is_masked": Metric(
         "any_agent_train_masked_ratio",
         "gauge",
-        "Share of the latest step's tokens that train.is_mode=mask, train.off_policy_threshold or "
-        "train.rejection_k1, _k2 and _k3 took out of the gradient.",
+        "Share of the latest step's tokens that train.is_mode=mask, train.off_policy_threshold, "
+        "train.rejection_k1, _k2, _k3 or train.second_moment took out of the gradient.",
     ),
     "weight": Metric(
         "any_agent_train_importance_weight_mean",

@@ -38,6 +38,7 @@ from trainer.updates import (
     StepConfig,
     with_clipped_ratios,
     with_high_entropies,
+    with_outliers,
     with_rejections,
     with_sequence_means,
     with_sequence_products,
@@ -281,12 +282,15 @@ class Policy:
         ratio = needs_sequence_ratio(config) and not first
         clipped = needs_clipped_ratio(config) and not first
         product = needs_sequence_product(config)
-        if product or ratio or clipped:
+        moment = config.second_moment
+        if product or ratio or clipped or moment is not None:
             now = self._of_rows(self.runner.logprobs, rows, *how)
             if ratio:
                 rows = with_sequence_means(rows, "sequence_log_ratio", now, "proximal")
             if clipped:
                 rows = with_clipped_ratios(rows, now, config)
+            if moment is not None:
+                rows = with_outliers(rows, now, moment, self.world)
             if product:
                 rows = with_sequence_products(rows, now, config)
         return replace(work, rows=rows)

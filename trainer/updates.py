@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -140,6 +141,37 @@ def with_sequence_products(
         product = total.clamp(max=_MAX_LOG_PRODUCT).exp()
         out.append(row | {"sequence_product": product.to(values.dtype)})
     return out
+
+
+def with_outliers(
+    rows: Sequence[Row], logprobs: Sequence[Tensor], bound: float, world: World | None
+) -> list[Row]:
+    """Return the rows with the tokens marked that are left out so that the mean of
+    ``(log pi_theta - log mu) ** 2`` over all processes' other tokens is ``bound`` at most: those
+    with the largest squares, as few as possible. ``logprobs`` are those of pi_theta. All processes
+    of a world must call it together.
+
+    Equal squares are left out together, and so are those that differ by the rounding of float32
+    alone: it differs with the pack.
+
+    Source: Second-Moment Trust Policy Optimization (arXiv 2510.01161).
+    """
+    squares = [
+        (values - row["logprobs"][row["loss_mask"].bool()]).double().square()
+        for row, values in zip(rows, logprobs, strict=True)
+    ]
+    mine = torch.cat([torch.zeros(0).double(), *squares])
+    every = np.sort((mine if world is None else gathered(mine, world)).numpy())
+    if not rows:
+        return []
+    means = np.cumsum(every) / np.arange(1, len(every) + 1)
+    # The means grow with the squares, so the first one beyond the bound ends those that stay.
+    count = int(np.searchsorted(means, bound, side="right"))
+    least = float(every[count]) if count < len(every) else math.inf
+    least *= 1 - _ROUNDING * torch.finfo(logprobs[0].dtype).eps
+    return with_values(
+        rows, "outlier", [(s >= least).to(v.dtype) for s, v in zip(squares, logprobs, strict=True)]
+    )
 
 
 def with_high_entropies(

@@ -71,6 +71,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train.top_entropy": "train.top_entropy_quantile",
     "train.is_floor": "train.vllm_importance_sampling_clip_min",
     "train.off_policy_threshold": "train.off_policy_mask_threshold",
+    "train.second_moment": "actor.m2_threshold",
     "train.rejection_k1, train.rejection_k2 or train.rejection_k3": (
         "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold"
     ),
@@ -164,7 +165,7 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "gconfig.min_new_tokens": ((0,), "only 0 is supported: a minimum bends the distribution"),
     "actor.c_clip": ((), "set train.dual_clip"),
     "actor.use_sapo_loss": ((False,), _NO_OTHER),
-    "actor.use_m2po_loss": ((False,), _NO_OTHER),
+    "actor.use_m2po_loss": ((False,), "set train.preset=m2po"),
     "train_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "valid_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "critic": ((), _NO_CRITIC),

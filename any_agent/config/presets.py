@@ -32,6 +32,8 @@ PRESETS: Mapping[str, Preset] = {
     # As the paper's mean over sequences of geometric means.
     "gmpo": Preset("grpo", "gmpo", {"aggregation": "turn"}),
     "dppo": Preset("grpo", "dppo"),
+    # The bound takes the place of the clip; 0.04 is the paper's, for all of its runs.
+    "m2po": Preset("grpo", "reinforce", {"second_moment": 0.04}),
     "cispo": Preset("grpo", "cispo"),
     "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
     "vespo": Preset("grpo", "vespo"),
@@ -159,6 +161,11 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "train.is_level=sequence contradicts train.loss=vespo, which multiplies the weights of "
             "a row's tokens: leave it out"
+        )
+    if loss in ("gspo", "gmpo", "vespo") and c["second_moment"] is not None:
+        yield (
+            f"train.second_moment leaves out single tokens, but train.loss={loss} takes or leaves "
+            "a row as a whole: set train.rejection_k2 instead, which bounds the mean over a row"
         )
     if loss in ("gspo", "gmpo") and c["is_level"] == "token" and c["is_mode"] == "mask":
         yield (

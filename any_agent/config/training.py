@@ -171,6 +171,7 @@ class TrainConfig(Section):
         "gspo",
         "gmpo",
         "dppo",
+        "m2po",
         "cispo",
         "sapo",
         "vespo",
@@ -260,6 +261,10 @@ class TrainConfig(Section):
     rejection_k3: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The same, for the mean of r - 1 - log r with r = pi_prox / mu, an estimate of the divergence
     that is never negative."""
+    second_moment: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The bound of the mean of (log pi_theta - log mu) squared over a minibatch's tokens: those
+    with the largest squares are not trained on until the others keep it (M2PO; one more forward
+    pass for each update). null: the preset's, 0.04 with `m2po`, else no bound."""
     entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the entropy in the loss, from which it is subtracted."""
     top_entropy: float = Field(1.0, gt=0, le=1)

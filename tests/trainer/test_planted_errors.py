@@ -74,6 +74,7 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl gmpo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gmpo", 0),
     "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
     "roles": roles.roles_law,
+    "squares": updates.second_moment_law,
     **{
         f"rejection {k}": partial(updates.rejection_law, f"rejection_{k}")
         for k in ("k1", "k2", "k3")
@@ -218,8 +219,12 @@ k2 of a row's mean | rejection k2
     loss: d.square().mean() / 2 -> d.mean().square() / 2
 k3 of the other direction | rejection k3
     loss: (torch.expm1(d) - d).mean() -> (torch.expm1(-d) + d).mean()
-rejected rows are trained on | rejected rows
-    loss: left_behind | (inputs.rejected > 0) -> left_behind
+rejected rows are trained on | rejected rows + second moment
+    loss: (inputs.rejected, inputs.outlier) -> (inputs.outlier,)
+a bound of single squares | squares
+    updates: means = np.cumsum(every) / np.arange(1, len(every) + 1) -> means = every
+outliers are trained on | second moment
+    loss: left_behind | (gone > 0) -> left_behind
 one baseline for all roles | roles
     advantage: counted=[own == role for own in self.counted_roles] -> counted=self.counted
 MaxRL divides by nothing | success

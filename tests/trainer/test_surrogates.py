@@ -32,7 +32,7 @@ from trainer.loss import (
 class Token(NamedTuple):
     """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios, ``whole``
     is its row's product of ratios, ``clipped`` its mean clipped log ratio, ``rejected`` 1 if its
-    row is."""
+    row is, ``outlier`` 1 if it is left out by its square."""
 
     now: float
     old: float
@@ -47,6 +47,7 @@ class Token(NamedTuple):
     high: float
     clipped: float
     rejected: float
+    outlier: float
 
 
 def random_token(r: random.Random) -> Token:
@@ -64,7 +65,8 @@ def random_token(r: random.Random) -> Token:
         math.exp(r.gauss(0, 0.7)),
         float(r.random() < 0.3),
         r.gauss(0, 0.2),
-        float(r.random() < 0.2),
+        float(now % 0.05 < 0.01),
+        float(now % 0.03 < 0.006),
     )
 
 
@@ -124,7 +126,8 @@ def importance(t: Token, c: LossConfig) -> float:
 def left_behind(t: Token, c: LossConfig) -> bool:
     far = c.off_policy_threshold is not None and -(t.ratio + t.weight) > c.off_policy_threshold
     rejected = c.rejection_k3 is not None and t.rejected > 0
-    return rejected or (far and t.a < 0)
+    outlier = c.second_moment is not None and t.outlier > 0
+    return rejected or outlier or (far and t.a < 0)
 
 
 def by_hand(tokens: list[Token], c: LossConfig, n: int) -> tuple[float, list[float], list[float]]:
@@ -161,6 +164,7 @@ def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Ten
         sequence_product=columns["whole"],
         sequence_clipped_ratio=columns["clipped"],
         rejected=columns["rejected"] if c.rejection_k3 is not None else None,
+        outlier=columns["outlier"] if c.second_moment is not None else None,
         high_entropy=columns["high"] if c.top_entropy < 1 else None,
     )
     loss, stats = LOSSES.find(c.name)(now, inputs, total_tokens=n, config=c, entropies=entropies)
@@ -185,6 +189,7 @@ CONFIGS = {
     "off policy, whole rows": LossConfig("vespo", off_policy_threshold=0.4),
     "rejected rows": LossConfig(rejection_k3=0.1, is_cap=1.5, kl_coef=0.1),
     "rejected whole rows": LossConfig("vespo", rejection_k3=0.1, off_policy_threshold=0.4),
+    "second moment": LossConfig("reinforce", second_moment=0.04, rejection_k3=0.1, kl_coef=0.1),
     "high entropies": LossConfig("cispo", top_entropy=0.3, kl_coef=0.1, entropy_coef=0.05),
     "masked": LossConfig(is_mode="mask", is_cap=1.5),
     "masked rows": LossConfig(is_mode="mask", is_level="sequence", is_cap=1.5),
@@ -312,6 +317,7 @@ def test_a_weight_of_0_takes_a_row_out_of_vespo_and_a_large_one_nearly() -> None
         ({"is_level": "sequence"}, {}, "is_level=sequence"),
         ({"off_policy_threshold": 1.0}, {}, "off_policy_threshold"),
         ({"rejection_k2": 0.5}, {}, "rejected"),
+        ({"second_moment": 0.5}, {}, "outlier"),
         ({"top_entropy": 0.5}, {}, "high_entropy"),
         ({"name": "vespo"}, {}, "sequence_product"),
         ({}, {"token_weights": torch.zeros(2)}, "token's weight"),
