@@ -35,6 +35,7 @@ Row: TypeAlias = dict[str, npt.NDArray[Any]]
 ``versions``       int32    of the weights, -1 on prompts
 ``attention_mask`` bool     all true
 ``rewards``        float32  a scalar, shape []
+``cut``            bool     optional: on outputs that the limit of tokens cut off
 =================  =======  ====================================
 """
 
@@ -145,6 +146,11 @@ class Interaction:
         """True if its tokens may enter the loss, all but the bound ones; otherwise
         ``untrainable_reason`` has the reason."""
         return self.untrainable_reason is None
+
+    @property
+    def cut(self) -> bool:
+        """True if the limit of tokens cut its output off."""
+        return self.finish_reason == "length"
 
     @property
     def role(self) -> str:

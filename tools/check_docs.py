@@ -153,7 +153,7 @@ def differing(what: str, told: Iterable[str], wanted: Iterable[str]) -> Iterator
 
 def settings() -> Iterator[str]:
     rows = re.findall(
-        r"^\| `([a-z_.]+)` \| (.+?) \| `(.*?)` \| (.*) \|$", reference("configuration"), re.M
+        r"^\| `([a-z0-9_.]+)` \| (.+?) \| `(.*?)` \| (.*) \|$", reference("configuration"), re.M
     )
     yield from differing("setting", (name for name, *_ in rows), known_keys())
     yield from (f"{name} is not explained" for name, *cells in rows if not all(cells))

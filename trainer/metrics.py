@@ -79,6 +79,11 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "reward": Metric(
         "any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions."
     ),
+    "truncated": Metric(
+        "any_agent_train_truncated_rows",
+        "gauge",
+        "Rows of the latest batch with an output that train.mask_truncated left out of the loss.",
+    ),
     "lone_roles": Metric(
         "any_agent_train_lone_roles",
         "gauge",

@@ -72,6 +72,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train.is_floor": "train.vllm_importance_sampling_clip_min",
     "train.off_policy_threshold": "train.off_policy_mask_threshold",
     "train.second_moment": "actor.m2_threshold",
+    "train.mask_truncated": "train.mask_truncated_completions",
     "train.rejection_k1, train.rejection_k2 or train.rejection_k3": (
         "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold"
     ),

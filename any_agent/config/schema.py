@@ -118,11 +118,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _rows_have_one_role(self) -> Self:
-        if self.train.group_by == "role" and self.rollout.agent.export_style == "concat":
+    def _rows_have_one_output(self) -> Self:
+        by_role, masks = self.train.group_by == "role", self.train.mask_truncated
+        if self.rollout.agent.export_style == "concat" and (by_role or masks):
+            name = "train.group_by=role" if by_role else "train.mask_truncated=true"
             raise ValueError(
-                "train.group_by=role contradicts rollout.agent.export_style=concat, whose rows may "
-                "have the outputs of several roles: set individual, or leave one of them out"
+                f"{name} contradicts rollout.agent.export_style=concat, whose rows have several "
+                "outputs, of any role, cut off or not: set individual, or leave one of them out"
             )
         return self
 

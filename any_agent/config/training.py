@@ -217,6 +217,9 @@ class TrainConfig(Section):
     """The width of that buffer, in tokens. null: a fifth of the length."""
     overlong_penalty: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The largest penalty. null: 1."""
+    mask_truncated: bool = False
+    """Leave out of the loss the outputs that the limit of tokens cut off (DAPO's overlong
+    filtering): their rewards count in their baseline, and they are not trained on."""
     eps_low: float | None = Field(None, ge=0, le=1)
     """The probability ratio is clipped below 1 - eps_low; its logarithm below -eps_low with `gmpo`;
     `dppo` bounds the fall of the probability itself. null: the loss's, 0.2 with `grpo`."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from any_agent.custom_calls import with_inputs
 from any_agent.errors import InvalidTrajectory
@@ -275,6 +276,24 @@ class InteractionWithTokenLogpReward:
             node.output_versions.tolist(),
             _stop_reason(node.finish_reason),
         )
+
+    @property
+    def cut_tokens(self) -> npt.NDArray[np.bool_] | None:
+        """True on the tokens of each output that the limit of tokens cut off, [length of the row];
+        None if its end is not known. Without a record only that of the last output is."""
+        marks = np.zeros(len(self.row["input_ids"]), np.bool_)
+        if self.interaction is None or self.tree is None:
+            response = self.model_response
+            if response is None:
+                return None
+            marks[response.input_len :] = response.stop_reason == "length"
+            return marks
+        at = 0
+        for node in self.tree.path(self.interaction.id):
+            at += len(node.prompt_delta_ids)
+            marks[at : at + len(node.output_ids)] = node.cut
+            at += len(node.output_ids)
+        return marks
 
     @property
     def temperature(self) -> float | None:

@@ -23,7 +23,7 @@ _FLOOR = 1e-4  # as the trainer adds to the deviation
 _SAME = 1e-8  # as the trainer takes scores for equal
 MOST = 32
 """Sessions of the largest group whose scores are read."""
-_SCORED = {"stale", "untrainable", "too_long"}
+_SCORED = {"stale", "truncated", "untrainable", "too_long"}
 """The reasons of a step for leaving out a session whose score it has counted."""
 
 

@@ -162,10 +162,11 @@ def test_saved_settings_keep_none_that_the_preset_chose(
     assert load_config(file, [f"train.{one}" for one in given], {}).train == train(*both)
 
 
-def test_rows_of_several_roles_have_no_role_to_group_by() -> None:
+def test_rows_of_several_outputs_have_neither_one_role_nor_one_end() -> None:
     concat = "rollout.agent.export_style=concat"
-    with fails_with(ConfigError, concat):
-        load_config(None, ["train.group_by=role", concat], {})
+    for setting in ("train.group_by=role", "train.mask_truncated=true"):
+        with fails_with(ConfigError, concat, setting):
+            load_config(None, [setting, concat], {})
     assert load_config(None, ["train.group_by=role"], {}).train.group_by == "role"
 
 

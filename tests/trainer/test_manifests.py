@@ -147,6 +147,7 @@ def random_row(length: int, reward: float) -> Row:
         "logprobs": rng.normal(size=length).astype(np.float32),
         "versions": rng.integers(-1, 9, length).astype(np.int32),
         "attention_mask": np.ones(length, np.bool_),
+        "cut": rng.integers(0, 2, length).astype(np.bool_),
         "rewards": np.asarray(reward, np.float32),
     }
 

@@ -33,6 +33,7 @@ from tests.trainer import test_packing as packing
 from tests.trainer import test_roles as roles
 from tests.trainer import test_tree as tree
 from tests.trainer import test_trl as trl
+from tests.trainer import test_truncated as truncated
 from tests.trainer import test_updates as updates
 from tests.trainer.test_surrogates import CONFIGS, equals_the_formula
 from trainer.lora import Lora
@@ -74,6 +75,7 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl gmpo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gmpo", 0),
     "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
     "roles": roles.roles_law,
+    "truncated": truncated.truncated_law,
     "squares": updates.second_moment_law,
     **{
         f"rejection {k}": partial(updates.rejection_law, f"rejection_{k}")
@@ -225,6 +227,8 @@ a bound of single squares | squares
     updates: means = np.cumsum(every) / np.arange(1, len(every) + 1) -> means = every
 outliers are trained on | second moment
     loss: left_behind | (gone > 0) -> left_behind
+cut outputs are trained on | truncated
+    batch: mask_cut(row) if masks else row -> row
 one baseline for all roles | roles
     advantage: counted=[own == role for own in self.counted_roles] -> counted=self.counted
 MaxRL divides by nothing | success
