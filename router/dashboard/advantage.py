@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -37,6 +37,8 @@ class Advantage:
     baseline: float = 0.0
     scale: float = 1.0
     formula: str = ""
+    masks_cut: bool = False
+    """True if outputs that the limit of tokens cut off were not trained on."""
 
     @property
     def mean(self) -> float | None:
@@ -46,7 +48,8 @@ class Advantage:
     def of_call(self, call: Mapping[str, Any]) -> float | None:
         """Return the advantage that all trained tokens of a call have; None if it cannot be told,
         or if the call is not trained on."""
-        if self.score is None or call["untrainable_reason"]:
+        cut = self.masks_cut and call["finish_reason"] == "length"
+        if self.score is None or call["untrainable_reason"] or cut:
             return None
         return self._of(call["propagated"] or 0.0)
 
@@ -112,7 +115,7 @@ async def _of_group(
         None,
     )
     known = [score for score in scores if score is not None]
-    return advantage(own, known, train)
+    return replace(advantage(own, known, train), masks_cut=train.mask_truncated)
 
 
 async def _score(ranks: RankReader, visitor: Visitor, session_id: str) -> float | None:
