@@ -35,6 +35,7 @@ Row: TypeAlias = dict[str, npt.NDArray[Any]]
 ``versions``       int32    of the weights, -1 on prompts
 ``attention_mask`` bool     all true
 ``rewards``        float32  a scalar, shape []
+``cut``            bool     optional: on outputs that the limit of tokens cut off
 =================  =======  ====================================
 """
 
@@ -146,6 +147,17 @@ class Interaction:
         ``untrainable_reason`` has the reason."""
         return self.untrainable_reason is None
 
+    @property
+    def cut(self) -> bool:
+        """True if the limit of tokens cut its output off."""
+        return self.finish_reason == "length"
+
+    @property
+    def role(self) -> str:
+        """The agent of its session that made the call, by its name; "" for one without a name."""
+        role: str = self.request.get("role", "")
+        return role
+
     def loss_mask(self) -> npt.NDArray[np.int32]:
         """Return 1 for each output token that may enter the loss, [output length].
 
@@ -217,7 +229,11 @@ class SampledSession:
     """The sampling temperature of each row; None: the run's ``sampling.temperature``."""
     task_id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    roles: list[str] = field(default_factory=list)
+    """The role of each row's call, "" without a name; empty: none has one."""
 
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.temperatures):
             raise ValueError(f"session {self.session_id}: one temperature per row, or None")
+        if self.roles and len(self.roles) != len(self.rows):
+            raise ValueError(f"session {self.session_id}: one role per row, or none at all")

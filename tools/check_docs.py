@@ -154,7 +154,7 @@ def differing(what: str, told: Iterable[str], wanted: Iterable[str]) -> Iterator
 def settings() -> Iterator[str]:
     # The file of a cloud, behind them, has settings of its own.
     of_run = reference("configuration").partition("## The file of `any-agent cloud`")[0]
-    rows = re.findall(r"^\| `([a-z_.]+)` \| (.+?) \| `(.*?)` \| (.*) \|$", of_run, re.M)
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| (.+?) \| `(.*?)` \| (.*) \|$", of_run, re.M)
     yield from differing("setting", (name for name, *_ in rows), known_keys())
     yield from (f"{name} is not explained" for name, *cells in rows if not all(cells))
     sections = {key.partition(".")[0] for key in known_keys() if "." in key}

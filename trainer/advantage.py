@@ -6,8 +6,9 @@ They need no torch: rewards are few, float64, and the arithmetic should be reada
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from any_agent.config import TrainConfig
@@ -26,12 +27,13 @@ class SessionRewards:
     ``rewards`` are r(i), after propagation through the tree. ``counted`` marks the interactions
     that are trainable in kind and not discarded; only those make the score and get an advantage.
     Staleness does not matter here: it is masked later. ``tokens`` are those that each interaction
-    sampled.
+    sampled, ``roles`` the agents that made them; empty: they have no names.
     """
 
     rewards: Sequence[float]
     counted: Sequence[bool]
     tokens: Sequence[int] = ()
+    roles: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if len(self.rewards) != len(self.counted):
@@ -49,6 +51,16 @@ class SessionRewards:
         """
         counted = [r for r, c in zip(self.rewards, self.counted, strict=True) if c]
         return math.fsum(counted) / len(counted) if counted else None
+
+    @property
+    def counted_roles(self) -> list[str | None]:
+        """The role of each interaction; None where it is not counted."""
+        roles = self.roles or [""] * len(self.rewards)
+        return [role if c else None for role, c in zip(roles, self.counted, strict=True)]
+
+    def of_role(self, role: str) -> SessionRewards:
+        """Return the session as if only the interactions of this role counted."""
+        return replace(self, counted=[own == role for own in self.counted_roles])
 
     @property
     def length(self) -> int:
@@ -74,6 +86,9 @@ class GroupAdvantages:
     its advantages are 0."""
     scale: float = 1.0
     """The divisor of the group's rewards, by the built-in estimators."""
+    lone_roles: int = 0
+    """Its roles that only one of its several sessions has, which have nothing to be compared
+    with."""
 
 
 AdvantageEstimator: TypeAlias = Callable[
@@ -93,11 +108,57 @@ def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], Ad
 def estimate_advantages(
     groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
 ) -> list[GroupAdvantages]:
-    """Estimate the advantages of one batch by the configured estimator.
+    """Estimate the advantages of one batch by the configured estimator, those of each role by
+    themselves where `train.group_by` is `role`.
 
     Raises ConfigError, with the known names, for an unknown estimator.
     """
-    return ESTIMATORS.find(config.advantage_estimator)(groups, config)
+    estimator = ESTIMATORS.find(config.advantage_estimator)
+    if config.group_by == "role":
+        return _of_roles(groups, config, estimator)
+    return estimator(groups, config)
+
+
+def _of_roles(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig, estimator: AdvantageEstimator
+) -> list[GroupAdvantages]:
+    """Estimate each role by itself: as if only its interactions counted in every session.
+
+    A role that one session of several has is a group with a single score: nothing to compare. A
+    group whose roles all have nothing to compare has zero variance.
+
+    Source: the agent-wise normalisation of Dr. MAS (arXiv 2602.08847), within each group.
+    """
+    counted = [[s.counted_roles for s in group] for group in groups]
+    found: list[dict[str, GroupAdvantages]] = [{} for _ in groups]
+    every = (role for group in counted for roles in group for role in roles)
+    for role in sorted({role for role in every if role is not None}):
+        places = [n for n, group in enumerate(counted) if any(role in roles for roles in group)]
+        estimates = estimator([[s.of_role(role) for s in groups[n]] for n in places], config)
+        for n, estimate in zip(places, estimates, strict=True):
+            found[n][role] = estimate
+    out = []
+    for group, roles_of, of_role in zip(groups, counted, found, strict=True):
+        advantages = tuple(
+            tuple(
+                0.0 if role is None else of_role[role].advantages[s][i]
+                for i, role in enumerate(roles)
+            )
+            for s, roles in enumerate(roles_of)
+        )
+        sessions_with = Counter(role for roles in roles_of for role in {*roles})
+        del sessions_with[None]
+        several = len(group) > 1
+        out.append(
+            GroupAdvantages(
+                advantages,
+                tuple(s.score for s in group),
+                *_mean_and_std(_pool(group)),
+                all(e.zero_variance for e in of_role.values()) if of_role else several,
+                lone_roles=sum(n == 1 for n in sessions_with.values()) if several else 0,
+            )
+        )
+    return out
 
 
 @register_advantage_estimator("grpo")

@@ -34,7 +34,15 @@ from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory, runs_of
 from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
 from trainer.kl_reward import found_divergences, less_divergence, with_returns
-from trainer.rows import Row, mark_fresh, mask_stale, with_training_signal
+from trainer.rows import (
+    Row,
+    count_trained,
+    is_trained,
+    mark_fresh,
+    mask_cut,
+    mask_stale,
+    with_training_signal,
+)
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
@@ -60,8 +68,8 @@ class TrainingBatch:
     trained: list[str] = field(default_factory=list)
     """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """The other sessions with their reasons: `stale`, `too_long` or `unusable` (they count in their
-    baseline), or `untrainable`."""
+    """The other sessions with their reasons: `stale`, `truncated`, `too_long` or `unusable` (they
+    count in their baseline), or `untrainable`."""
     sampled: set[str] = field(default_factory=set)
     """The sessions that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
@@ -76,6 +84,10 @@ class TrainingBatch:
     ones."""
     cut: list[bool] = field(default_factory=list)
     """For each call whose end is known, whether its output was cut by its length."""
+    truncated: int = 0
+    """Rows with an output that `train.mask_truncated` left out of the loss."""
+    lone_roles: int = 0
+    """Roles that only one of several sessions of a group has, with `train.group_by` `role`."""
 
 
 def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
@@ -93,6 +105,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
             ],
             counted=[bool(row["loss_mask"].any()) for row in session.rows],
             tokens=[int(row["loss_mask"].sum()) for row in session.rows],
+            roles=session.roles,
         )
     nodes = session.interactions
     r = propagate_rewards(nodes, discount=config.discount, final_reward=session.final_reward)
@@ -104,6 +117,7 @@ def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
         ],
         counted=[node.trainable and node.id not in gone for node in nodes],
         tokens=[len(node.output_ids) for node in nodes],
+        roles=[node.role for node in nodes],
     )
 
 
@@ -166,6 +180,7 @@ def training_batch(
     for number, (group, group_rewards, estimate) in enumerate(
         zip(groups, rewards, estimates, strict=True)
     ):
+        batch.lone_roles += estimate.lone_roles
         dropped = config.dynamic_sampling == "drop" and _outcomes(group, config)[1]
         for place, (session, r, advantages, score) in enumerate(
             zip(group, group_rewards, estimate.advantages, estimate.scores, strict=True)
@@ -196,6 +211,9 @@ def training_batch(
                 own = divergences[number, place]
                 factor = 0 if estimate.zero_variance else config.kl_reward_coef / estimate.scale
                 rows = [with_returns(row, d, factor) for row, d in zip(rows, own, strict=True)]
+            rows, truncated = _without_cut(rows, masks=config.mask_truncated)
+            batch.truncated += truncated
+            gone = truncated > 0 and not any(map(is_trained, rows))
             rows = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
@@ -212,7 +230,8 @@ def training_batch(
             if left:
                 batch.trained.append(session.session_id)
             else:
-                batch.rejected[session.session_id] = "stale" if rows else "untrainable"
+                why = "untrainable" if not rows else "truncated" if gone else "stale"
+                batch.rejected[session.session_id] = why
     batch.minibatches = divide(of_rows, owners, config.minibatches)
     sessions = [session for _, session in owners]
     batch.rows = _weighted_parts(of_rows, sessions, batch.minibatches, config)
@@ -282,13 +301,17 @@ def _add_lengths(batch: TrainingBatch, session: Session) -> None:
     # Tokens of prompt and output, and of the output.
     if isinstance(session, SampledSession):
         calls += [(len(row["input_ids"]), int(row["loss_mask"].sum())) for row in session.rows]
+        for row in session.rows:
+            if "cut" in row:
+                outputs = runs_of((row["versions"] >= 0).tolist())
+                batch.cut += [bool(row["cut"][start]) for start, _ in outputs]
     else:
         whole: dict[str | None, int] = {None: 0}
         for node in session.interactions:  # parents come first
             output = len(node.output_ids)
             whole[node.id] = whole[node.parent_id] + len(node.prompt_delta_ids) + output
             calls.append((whole[node.id], output))
-            batch.cut.append(node.finish_reason == "length")
+            batch.cut.append(node.cut)
     batch.lengths["turns"].append(len(calls))
     batch.lengths["prompt"] += [tokens - output for tokens, output in calls]
     batch.lengths["output"] += [output for _, output in calls]
@@ -341,7 +364,7 @@ def _rows(session: Session, rewards: SessionRewards, temperature: float) -> list
     else:
         tree = InteractionTree.from_interactions(session.interactions)
         plain = (
-            (interaction_row(tree, node.id, r), node.gconfig.temperature)
+            (_marked(interaction_row(tree, node.id, r), node.cut), node.gconfig.temperature)
             for node, r in zip(session.interactions, rewards.rewards, strict=True)
         )
     return [
@@ -349,6 +372,22 @@ def _rows(session: Session, rewards: SessionRewards, temperature: float) -> list
         for (row, at), one in zip(plain, rewards.counted, strict=True)
         if one
     ]
+
+
+def _without_cut(rows: Sequence[Row], *, masks: bool) -> tuple[list[Row], int]:
+    """Return the rows without their marks of cut outputs, these out of the loss if it ``masks``
+    them, and the number of rows of which that took tokens."""
+    out, truncated = [], 0
+    for row in rows:
+        masked = mask_cut(row) if masks else row
+        truncated += count_trained([masked]) < count_trained([row])
+        out.append({name: values for name, values in masked.items() if name != "cut"})
+    return out, truncated
+
+
+def _marked(row: PlainRow, cut: bool) -> PlainRow:
+    """Return an interaction's row with its tokens marked if its output was cut off."""
+    return row | {"cut": row["loss_mask"] == 1} if cut else row
 
 
 def _outcomes(group: Group, config: TrainConfig) -> tuple[list[float], bool]:

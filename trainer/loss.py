@@ -43,6 +43,10 @@ class LossConfig:
     is_mode: Literal["truncate", "mask"] = "truncate"
     is_level: Literal["token", "sequence"] = _OF_THE_LOSS
     off_policy_threshold: float | None = None
+    rejection_k1: float | None = None
+    rejection_k2: float | None = None
+    rejection_k3: float | None = None
+    second_moment: float | None = None
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
     entropy_coef: float = 0.0
@@ -66,6 +70,10 @@ class LossConfig:
             raise ConfigError("is_cap must be positive, and is_floor lie in [0, is_cap]")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ConfigError("kl_coef and entropy_coef must not be negative")
+        if any(bound is not None and bound <= 0 for bound in self.rejections):
+            raise ConfigError("rejection_k1, rejection_k2 and rejection_k3 must be positive")
+        if self.second_moment is not None and self.second_moment <= 0:
+            raise ConfigError("second_moment must be positive")
         if not 0 < self.top_entropy <= 1:
             raise ConfigError("top_entropy must be above 0, and 1 at most")
         if self.tau_pos <= 0 or self.tau_neg <= 0:
@@ -74,6 +82,16 @@ class LossConfig:
             raise ConfigError(
                 "k_pos and k_neg must not be negative, lambda_pos and lambda_neg must be positive"
             )
+
+    @property
+    def rejections(self) -> tuple[float | None, float | None, float | None]:
+        """The bounds of a row's divergence, by k1, k2 and k3."""
+        return self.rejection_k1, self.rejection_k2, self.rejection_k3
+
+
+def needs_rejections(config: LossConfig) -> bool:
+    """Return whether a row's tokens need its ``rejected``."""
+    return any(bound is not None for bound in config.rejections)
 
 
 def needs_sequence_weight(config: LossConfig) -> bool:
@@ -104,6 +122,12 @@ class LossInputs:
     optimizer step. None: 0, on the first step."""
     sequence_log_weight: Tensor | None = None
     """The mean over the row's trained tokens of log pi_prox - log mu."""
+    rejected: Tensor | None = None
+    """1 for the tokens of rows that are beyond a bound of their divergence, :func:`is_rejected`,
+    0 for the others."""
+    outlier: Tensor | None = None
+    """1 for the tokens that the bound of the minibatch's second moment leaves out at the beginning
+    of this optimizer step, 0 for the others."""
     sequence_clipped_ratio: Tensor | None = None
     """The mean over the row's trained tokens of :func:`clipped_log_ratio`, at the beginning of this
     optimizer step. None: 0, on the first step."""
@@ -262,6 +286,9 @@ class PolicyLoss:
         require_finite("ratio", term.ratio, place)
         weight, beyond = importance_weight(proximal, inputs, config)
         left_behind = off_policy(inputs, config)
+        for gone in (inputs.rejected, inputs.outlier):
+            if gone is not None:
+                left_behind = left_behind | (gone > 0)
         factor = torch.ones_like(weight) if self.sequence_product else weight
         per_token = factor.masked_fill(left_behind, 0.0) * term.loss
         if inputs.high_entropy is not None:
@@ -364,6 +391,22 @@ def off_policy(inputs: LossInputs, config: LossConfig) -> Tensor:
     return (inputs.advantages < 0) & (divergence > config.off_policy_threshold)
 
 
+def is_rejected(log_ratios: Tensor, config: LossConfig) -> bool:
+    """Return whether a row is beyond a bound, from log pi_prox - log mu of its trained tokens, [n].
+
+    With d for a token's, these are the means over the row that are bounded: k1, of d, on either
+    side; k2, of ``d ** 2 / 2``; k3, of ``exp(d) - 1 - d``. On tokens of mu, k3 and -k1 estimate
+    KL(mu, pi_prox).
+
+    Source: sequence-level rejection for the mismatch of engine and trainer, in the means of J.
+    Schulman's estimates ("Approximating KL Divergence", 2020).
+    """
+    d = log_ratios.double()
+    found = (d.mean().abs(), d.square().mean() / 2, (torch.expm1(d) - d).mean())
+    bounds = zip(found, config.rejections, strict=True)
+    return any(bound is not None and float(value) > bound for value, bound in bounds)
+
+
 def kl_term(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Return an estimate of KL(pi_theta, pi_ref) at each token [n]; d = log pi_theta - log pi_ref.
 
@@ -405,6 +448,8 @@ def _require_inputs(
     for who, wanted, name in (
         ("is_level=sequence", config.is_level == "sequence", "sequence_log_weight"),
         ("off_policy_threshold", config.off_policy_threshold is not None, "sequence_log_weight"),
+        ("rejection_k1, rejection_k2 or rejection_k3", needs_rejections(config), "rejected"),
+        ("second_moment", config.second_moment is not None, "outlier"),
         ("top_entropy", config.top_entropy < 1, "high_entropy"),
         (f"the loss {config.name}", needs_sequence_product(config), "sequence_product"),
     ):
@@ -417,7 +462,8 @@ _TITLES = {
     **{"reference": "reference log-probability", "advantages": "advantage"},
     **{"token_weights": "token's weight", "high_entropy": "choice by entropy"},
     **{"sequence_log_ratio": "row's log ratio", "sequence_log_weight": "row's log weight"},
-    **{"sequence_clipped_ratio": "row's clipped ratio"},
+    **{"sequence_clipped_ratio": "row's clipped ratio", "rejected": "row's rejection"},
+    **{"outlier": "choice by second moment"},
     **{"sequence_product": "row's product of ratios", "fresh": "mark of fresh tokens"},
 }
 

@@ -31,6 +31,7 @@ SETTINGS = (
     "discount", "normalize_std", "dynamic_sampling", "max_row_tokens", "preset",
     "advantage_estimator", "aggregation", "constant_length", "overlong_length", "overlong_buffer",
     "overlong_penalty", "minibatches", "epochs_per_batch", "kl_reward_coef", "reference_model",
+    "group_by", "mask_truncated",
 )
 # fmt: on
 """The settings of `train` that decide what a step does, beside those of loss and optimizer."""
@@ -225,9 +226,11 @@ _TOKENS = {
     "logprobs": np.float32,
     "versions": np.int32,
     "attention_mask": np.bool_,
+    "cut": np.bool_,
 }
-"""The tensors of a row, each [seq_len], and their types."""
-_HEADER = ("session_id", "group_id", "task_id", "temperatures")
+"""The tensors of a row, each [seq_len], and their types. A row without ``cut`` has no output that
+is known to be cut off."""
+_HEADER = ("session_id", "group_id", "task_id", "temperatures", "roles")
 """The other fields of a sampled session, which the file's header has."""
 
 
@@ -240,7 +243,9 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
     """
     rows = [row for session in sessions for row in session.rows]
     tensors: dict[str, np.ndarray] = {
-        name: np.concatenate([*(row[name] for row in rows), np.empty(0, kind)]).astype(kind)
+        name: np.concatenate([*(_of_row(row, name) for row in rows), np.empty(0, kind)]).astype(
+            kind
+        )
         for name, kind in _TOKENS.items()
     }
     tensors["lengths"] = np.array([len(row["input_ids"]) for row in rows], np.int64)
@@ -249,6 +254,12 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
     header = [{name: getattr(session, name) for name in _HEADER} for session in sessions]
     metadata = {"format": str(FORMAT), "sessions": json.dumps(header)}
     write_atomic(path, save(tensors, metadata=metadata))
+
+
+def _of_row(row: Row, name: str) -> np.ndarray:
+    if name == "cut" and name not in row:
+        return np.zeros(len(row["input_ids"]), np.bool_)
+    return row[name]
 
 
 def read_sessions(path: Path) -> dict[str, SampledSession]:

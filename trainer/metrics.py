@@ -79,6 +79,17 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "reward": Metric(
         "any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions."
     ),
+    "truncated": Metric(
+        "any_agent_train_truncated_rows",
+        "gauge",
+        "Rows of the latest batch with an output that train.mask_truncated left out of the loss.",
+    ),
+    "lone_roles": Metric(
+        "any_agent_train_lone_roles",
+        "gauge",
+        "Roles in the latest batch that only one of several sessions of its group has: with "
+        "train.group_by=role they have no baseline, and advantages of 0.",
+    ),
     "staleness_mean": Metric(
         "any_agent_train_staleness_mean_steps",
         "gauge",
@@ -121,8 +132,8 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "is_masked": Metric(
         "any_agent_train_masked_ratio",
         "gauge",
-        "Share of the latest step's tokens that train.is_mode=mask or train.off_policy_threshold "
-        "took out of the gradient.",
+        "Share of the latest step's tokens that train.is_mode=mask, train.off_policy_threshold, "
+        "train.rejection_k1, _k2, _k3 or train.second_moment took out of the gradient.",
     ),
     "weight": Metric(
         "any_agent_train_importance_weight_mean",

@@ -21,6 +21,7 @@ from trainer.loss import (
     LossInputs,
     LossStats,
     needs_clipped_ratio,
+    needs_rejections,
     needs_sequence_product,
     needs_sequence_ratio,
     needs_sequence_weight,
@@ -37,6 +38,8 @@ from trainer.updates import (
     StepConfig,
     with_clipped_ratios,
     with_high_entropies,
+    with_outliers,
+    with_rejections,
     with_sequence_means,
     with_sequence_products,
 )
@@ -258,12 +261,14 @@ class Policy:
             if self.reference is None:
                 raise ValueError("the loss's KL term needs a reference model")
             rows = with_values(rows, "reference", self._of_rows(self.reference, rows, *how))
-        if updates > 1 or needs_sequence_weight(config):
+        if updates > 1 or needs_sequence_weight(config) or needs_rejections(config):
             proximal = self._of_rows(self.runner.logprobs, rows, *how)
             if updates > 1:
                 rows = with_values(rows, "proximal", proximal)
             if needs_sequence_weight(config):
                 rows = with_sequence_means(rows, "sequence_log_weight", proximal, "logprobs")
+            if needs_rejections(config):
+                rows = with_rejections(rows, proximal, config)
         return replace(work, rows=rows)
 
     def _with_current(
@@ -277,12 +282,15 @@ class Policy:
         ratio = needs_sequence_ratio(config) and not first
         clipped = needs_clipped_ratio(config) and not first
         product = needs_sequence_product(config)
-        if product or ratio or clipped:
+        moment = config.second_moment
+        if product or ratio or clipped or moment is not None:
             now = self._of_rows(self.runner.logprobs, rows, *how)
             if ratio:
                 rows = with_sequence_means(rows, "sequence_log_ratio", now, "proximal")
             if clipped:
                 rows = with_clipped_ratios(rows, now, config)
+            if moment is not None:
+                rows = with_outliers(rows, now, moment, self.world)
             if product:
                 rows = with_sequence_products(rows, now, config)
         return replace(work, rows=rows)

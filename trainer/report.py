@@ -136,6 +136,8 @@ class RunReport:
                 for name, values in batch.lengths.items()
             },
             "cut": sum(batch.cut) / len(batch.cut) if batch.cut else None,
+            "truncated": batch.truncated,
+            "lone_roles": batch.lone_roles,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "updates": result.updates,

@@ -133,6 +133,19 @@ def misfit(row: Row, vocabulary: int, context: int | None) -> tuple[str, str] | 
     return None
 
 
+def mask_cut(row: Row) -> Row:
+    """Take outputs that the limit of tokens cut off out of the loss, as ``cut`` marks them, bool
+    [seq_len].
+
+    Call it after scores, baselines and advantages are computed.
+
+    Source: DAPO's overlong filtering (arXiv 2503.14476).
+    """
+    if "cut" not in row:
+        return row
+    return row | {"loss_mask": row["loss_mask"].masked_fill(row["cut"], 0)}
+
+
 def mark_fresh(row: Row, *, step_of_version: Mapping[int, int], step: int) -> Row:
     """Return the row with ``fresh`` [seq_len]: 1 for tokens whose age by :func:`mask_stale` is 0.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.loss import LossConfig, LossInputs, clipped_log_ratio, importance_weight
+from trainer.loss import (
+    LossConfig,
+    LossInputs,
+    clipped_log_ratio,
+    importance_weight,
+    is_rejected,
+)
 from trainer.packing import Pass, Shape, dealt, tie
 from trainer.rows import Row, at_trained, count_trained, trained_positions, with_values
 from trainer.world import World, gathered, local_part
@@ -86,6 +93,19 @@ def with_sequence_means(
     return _with_means(rows, name, [v - row[base][row["loss_mask"].bool()] for row, v in pairs])
 
 
+def with_rejections(
+    rows: Sequence[Row], proximal: Sequence[Tensor], config: LossConfig
+) -> list[Row]:
+    """Return the rows with 1 where the row is rejected, from log pi_prox of its trained tokens, and
+    0 elsewhere."""
+    out = []
+    for row, values in zip(rows, proximal, strict=True):
+        log_ratios = values - row["logprobs"][row["loss_mask"].bool()]
+        gone = len(values) > 0 and is_rejected(log_ratios, config)
+        out.append(row | {"rejected": values.new_tensor(float(gone))})
+    return out
+
+
 def with_clipped_ratios(
     rows: Sequence[Row], logprobs: Sequence[Tensor], config: LossConfig
 ) -> list[Row]:
@@ -121,6 +141,37 @@ def with_sequence_products(
         product = total.clamp(max=_MAX_LOG_PRODUCT).exp()
         out.append(row | {"sequence_product": product.to(values.dtype)})
     return out
+
+
+def with_outliers(
+    rows: Sequence[Row], logprobs: Sequence[Tensor], bound: float, world: World | None
+) -> list[Row]:
+    """Return the rows with the tokens marked that are left out so that the mean of
+    ``(log pi_theta - log mu) ** 2`` over all processes' other tokens is ``bound`` at most: those
+    with the largest squares, as few as possible. ``logprobs`` are those of pi_theta. All processes
+    of a world must call it together.
+
+    Equal squares are left out together, and so are those that differ by the rounding of float32
+    alone: it differs with the pack.
+
+    Source: Second-Moment Trust Policy Optimization (arXiv 2510.01161).
+    """
+    squares = [
+        (values - row["logprobs"][row["loss_mask"].bool()]).double().square()
+        for row, values in zip(rows, logprobs, strict=True)
+    ]
+    mine = torch.cat([torch.zeros(0).double(), *squares])
+    every = np.sort((mine if world is None else gathered(mine, world)).numpy())
+    if not rows:
+        return []
+    means = np.cumsum(every) / np.arange(1, len(every) + 1)
+    # The means grow with the squares, so the first one beyond the bound ends those that stay.
+    count = int(np.searchsorted(means, bound, side="right"))
+    least = float(every[count]) if count < len(every) else math.inf
+    least *= 1 - _ROUNDING * torch.finfo(logprobs[0].dtype).eps
+    return with_values(
+        rows, "outlier", [(s >= least).to(v.dtype) for s, v in zip(squares, logprobs, strict=True)]
+    )
 
 
 def with_high_entropies(

@@ -299,6 +299,8 @@ def _readable(name: str, value: Any) -> str:
         return reason_text(value)
     if name.endswith("_in"):
         return f"{value:.0f} s"
+    if name == "roles":
+        return ", ".join(f"{number} of {role or 'no name'}" for role, number in value.items())
     if isinstance(value, dict):
         text = ", ".join(f"{number} {reason}" for reason, number in value.items())
         return f"{text} (docs/reference/calls.md has the reasons)"

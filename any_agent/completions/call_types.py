@@ -102,7 +102,7 @@ Completed = Delta | Completion
 class RequestRecord(TypedDict, total=False):
     """``Interaction.request``: the facts of a request beside messages, tools and sampling.
 
-    Where texts are not kept, only numbers and digests are.
+    Where texts are not kept, only numbers, digests and the role are.
     """
 
     overridden: dict[str, Any]
@@ -129,6 +129,8 @@ class RequestRecord(TypedDict, total=False):
     """The index in ``gconfig.stop`` of the text that ended the answer."""
     found_tools: list[dict[str, Any]]
     """The deferred tools that the messages show, as functions of a chat call."""
+    role: str
+    """The agent of the session that made the call, as the header `x-any-agent-role` named it."""
     responses: dict[str, Any]
     """The fields of a `/v1/responses` request that its answer repeats; ``instructions``: the number
     of their lines, which are the first messages."""

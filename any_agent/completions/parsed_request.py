@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,12 +15,15 @@ from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.logprobs import LogprobsEncoder
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.sampling import TOKEN_LIMITS
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 
 UNTRAINABLE_HEADER = "x-any-agent-untrainable"
 """The header with the reason why a train session's call is not trained on."""
+ROLE_HEADER = "x-any-agent-role"
+"""The header of a request with the name of the agent, of several in a session, that sends it."""
+_ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is encoded in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
@@ -66,6 +70,34 @@ class ParseContext(ParseSettings):
     """The most tokens of a prompt and its answer."""
     tree: InteractionTree | None = None
     """The session's recorded interactions, if the call has a session."""
+
+
+def role_in(values: Sequence[str]) -> str:
+    """Return the role that the values of the header name, "" without one; InvalidRequest for a
+    malformed name, and for two names."""
+    names = {value for value in values if value}
+    if not names:
+        return ""
+    if len(names) > 1:
+        raise InvalidRequest(
+            f"the header {ROLE_HEADER} names {len(names)} roles: send one", param=ROLE_HEADER
+        )
+    (name,) = names
+    if not _ROLE.fullmatch(name):
+        raise InvalidRequest(
+            f"the header {ROLE_HEADER} is {name[:80]!a}: a role is a letter or a digit, and up to "
+            "63 more letters, digits, dots, underscores or hyphens",
+            param=ROLE_HEADER,
+        )
+    return name
+
+
+def with_role(request: ParsedRequest, role: str) -> ParsedRequest:
+    """Return the request with its role in the record of its calls; "" is none."""
+    if not role:
+        return request
+    call = replace(request.call, kept={**request.call.kept, "role": role})
+    return replace(request, call=call)
 
 
 @lru_cache(maxsize=4)

@@ -71,6 +71,11 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train.top_entropy": "train.top_entropy_quantile",
     "train.is_floor": "train.vllm_importance_sampling_clip_min",
     "train.off_policy_threshold": "train.off_policy_mask_threshold",
+    "train.second_moment": "actor.m2_threshold",
+    "train.mask_truncated": "train.mask_truncated_completions",
+    "train.rejection_k1, train.rejection_k2 or train.rejection_k3": (
+        "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold"
+    ),
     "train.kl_estimator": "train.kl_loss_type",
     "train.entropy_coef": "train.entropy_coeff actor.entropy_coeff",
     "train.overlong_length": "actor.overlong_reward_penalty",
@@ -161,7 +166,7 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "gconfig.min_new_tokens": ((0,), "only 0 is supported: a minimum bends the distribution"),
     "actor.c_clip": ((), "set train.dual_clip"),
     "actor.use_sapo_loss": ((False,), _NO_OTHER),
-    "actor.use_m2po_loss": ((False,), _NO_OTHER),
+    "actor.use_m2po_loss": ((False,), "set train.preset=m2po"),
     "train_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "valid_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "critic": ((), _NO_CRITIC),

@@ -32,6 +32,8 @@ PRESETS: Mapping[str, Preset] = {
     # As the paper's mean over sequences of geometric means.
     "gmpo": Preset("grpo", "gmpo", {"aggregation": "turn"}),
     "dppo": Preset("grpo", "dppo"),
+    # The bound takes the place of the clip; 0.04 is the paper's, for all of its runs.
+    "m2po": Preset("grpo", "reinforce", {"second_moment": 0.04}),
     "cispo": Preset("grpo", "cispo"),
     "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
     "vespo": Preset("grpo", "vespo"),
@@ -160,6 +162,11 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
             "train.is_level=sequence contradicts train.loss=vespo, which multiplies the weights of "
             "a row's tokens: leave it out"
         )
+    if loss in ("gspo", "gmpo", "vespo") and c["second_moment"] is not None:
+        yield (
+            f"train.second_moment leaves out single tokens, but train.loss={loss} takes or leaves "
+            "a row as a whole: set train.rejection_k2 instead, which bounds the mean over a row"
+        )
     if loss in ("gspo", "gmpo") and c["is_level"] == "token" and c["is_mode"] == "mask":
         yield (
             f"train.is_level=token masks single tokens, but train.loss={loss} takes or leaves a "
@@ -188,6 +195,18 @@ def _in_the_batch(c: Mapping[str, Any]) -> Iterator[str]:
                     f"train.{name} contradicts train.advantage_estimator=maxrl, which divides by "
                     "the mean of rewards of 0 and above: leave it out"
                 )
+    if c["group_by"] == "role" and estimator == "reinforce_pp":
+        yield (
+            "train.group_by=role contradicts train.advantage_estimator=reinforce_pp, which "
+            "compares with the whole batch and not in groups: set reinforce_pp_baseline or grpo, "
+            "or leave train.group_by out"
+        )
+    if c["group_by"] == "role" and estimator in RETURNS_OF_TOKENS and c["kl_reward_coef"]:
+        yield (
+            f"train.group_by=role contradicts train.kl_reward_coef with train.advantage_estimator="
+            f"{estimator}, which gives each token a divergence by its session's scale: set "
+            "train.kl_coef instead, or another estimator"
+        )
     if c["normalize_std"] == "group" and known["normalize_std"] != "group":
         yield (
             f"train.normalize_std=group contradicts train.advantage_estimator={estimator}: set "

@@ -118,6 +118,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _rows_have_one_output(self) -> Self:
+        by_role, masks = self.train.group_by == "role", self.train.mask_truncated
+        if self.rollout.agent.export_style == "concat" and (by_role or masks):
+            name = "train.group_by=role" if by_role else "train.mask_truncated=true"
+            raise ValueError(
+                f"{name} contradicts rollout.agent.export_style=concat, whose rows have several "
+                "outputs, of any role, cut off or not: set individual, or leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _items_can_rest(self) -> Self:
         if self.rollout.sampling == "uniform":
             return self

@@ -171,6 +171,7 @@ class TrainConfig(Section):
         "gspo",
         "gmpo",
         "dppo",
+        "m2po",
         "cispo",
         "sapo",
         "vespo",
@@ -189,6 +190,9 @@ class TrainConfig(Section):
     loss: str = ""
     """The loss: `grpo`, `gspo`, `gmpo`, `dppo`, `cispo`, `sapo`, `vespo`, `reinforce`, or your own,
     by its registered name or as `package.module.function`. Empty: the preset's."""
+    group_by: Literal["session", "role"] = "session"
+    """Whose rewards share a baseline in a group: those of its `session`s, or those of each `role`,
+    the agents of a session that the header `x-any-agent-role` names."""
     dynamic_sampling: Literal["refill", "drop", "keep"] = "refill"
     """The fate of a group whose sessions all score the same, and which teaches nothing. `refill`:
     another one takes its place (DAPO), so that a step needs more sessions the harder or the easier
@@ -213,6 +217,9 @@ class TrainConfig(Section):
     """The width of that buffer, in tokens. null: a fifth of the length."""
     overlong_penalty: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The largest penalty. null: 1."""
+    mask_truncated: bool = False
+    """Leave out of the loss the outputs that the limit of tokens cut off (DAPO's overlong
+    filtering): their rewards count in their baseline, and they are not trained on."""
     eps_low: float | None = Field(None, ge=0, le=1)
     """The probability ratio is clipped below 1 - eps_low; its logarithm below -eps_low with `gmpo`;
     `dppo` bounds the fall of the probability itself. null: the loss's, 0.2 with `grpo`."""
@@ -248,6 +255,19 @@ class TrainConfig(Section):
     off_policy_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Nats: a row of negative advantage is not trained on where mu exceeds the policy by more, on
     the mean over its tokens (DeepSeek-V3.2; one more forward pass). null: all rows are."""
+    rejection_k1: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Nats: a row is not trained on whose mean of log pi_prox - log mu over its tokens is further
+    from 0 (one more forward pass). null: all rows are."""
+    rejection_k2: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The same, for the mean of half its square: of rows of which engine and trainer disagree in
+    either direction, though not on the mean."""
+    rejection_k3: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The same, for the mean of r - 1 - log r with r = pi_prox / mu, an estimate of the divergence
+    that is never negative."""
+    second_moment: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The bound of the mean of (log pi_theta - log mu) squared over a minibatch's tokens: those
+    with the largest squares are not trained on until the others keep it (M2PO; one more forward
+    pass for each update). null: the preset's, 0.04 with `m2po`, else no bound."""
     entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the entropy in the loss, from which it is subtracted."""
     top_entropy: float = Field(1.0, gt=0, le=1)

@@ -16,12 +16,15 @@ from any_agent.completions.apis import OPENAI_ERRORS, Api, all_apis
 from any_agent.completions.call_types import Completion, Delta, Head
 from any_agent.completions.json_body import json_of
 from any_agent.completions.parsed_request import (
+    ROLE_HEADER,
     ParsedRequest,
     ResponseEncoder,
     encode_whole,
     headers_of,
+    role_in,
     token_logprobs,
     version_of,
+    with_role,
 )
 from any_agent.completions.prepare import check_request, prepare
 from any_agent.completions.responses.stored_response import (
@@ -88,11 +91,12 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         if api is None:
             query = request.url.query.decode("ascii", "replace")
             return _json(answer_request(session, request.method, path, query), {})
+        role = role_in(request.headers.get_list(ROLE_HEADER))
         completer = await session.completer()
         content = await request.aread()
         body = await json_of(content)
         parse = partial(api.parse, body, session.context(completer))
-        parsed = await check_request(completer, parse, len(content))
+        parsed = with_role(await check_request(completer, parse, len(content)), role)
         prepared = await prepare(completer, parsed.call, session.tree)
         session.require_open()
         running = ChoiceTasks(session, completer, prepared)

@@ -41,6 +41,8 @@ class InteractionView(BaseModel):
     """Its place in the session, from 1."""
     depth: int
     """The number of its ancestors."""
+    role: str
+    """The agent of the session that made the call; "" for one without a name."""
     created_at: float
     """Seconds since the epoch."""
     message_delta: list[dict[str, Any]]

@@ -347,6 +347,8 @@ class SessionInfo(_Session):
     archived or deleted."""
     root_reasons: dict[str, int] = {}
     """The numbers of the roots after the first by reason, such as `history_rewritten`."""
+    roles: dict[str, int] = {}
+    """The numbers of its calls by role, of a session where one is named; "" are the others."""
 
 
 class SessionFinalized(SessionInfo):

@@ -166,6 +166,7 @@ def _interaction(plain: Any, where: str) -> Interaction:
     _list_of(values["message_delta"], dict, f"{where}.message_delta")
     _typed(values["output_message"], (dict,), f"{where}.output_message")
     _typed(values["request"], (dict,), f"{where}.request")
+    _typed(values["request"].get("role", ""), (str,), f"{where}.request.role")
     if values["tools"] is not None:
         _list_of(values["tools"], dict, f"{where}.tools")
     for name in ("reward", "created_at"):

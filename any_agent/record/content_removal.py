@@ -14,10 +14,11 @@ from any_agent.types import Interaction, Message
 REASONING_DIGEST = "reasoning_digest"
 # fmt: off
 _WORDLESS = {
-    "bound", "forced", "matched_stop", "mixed_cache", "order", "text", "top_logprobs", "vetoed",
+    "bound", "forced", "matched_stop", "mixed_cache", "order", "role", "text", "top_logprobs",
+    "vetoed",
 }
 # fmt: on
-"""The fields that a request's record keeps: numbers and digests."""
+"""The fields that a request's record keeps: numbers, digests, and the role."""
 
 
 def strip_content(interaction: Interaction) -> Interaction:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from any_agent.custom_calls import with_inputs
 from any_agent.errors import InvalidTrajectory
@@ -119,6 +120,7 @@ class InteractionWithTokenLogpReward:
         tree: InteractionTree | None = None,
         rewards: Mapping[str, float] | None = None,
         parent_id: str | None = None,
+        role: str = "",
     ) -> None:
         """Without ``row``, the tensors' values come from ``model_response``.
 
@@ -133,6 +135,8 @@ class InteractionWithTokenLogpReward:
         self.interaction = interaction
         self.tree = tree
         self.rewards = rewards or {}
+        self.role = role if interaction is None else interaction.role
+        """The agent of the session that made the call; "" for one without a name."""
         self.parent_id = parent_id if interaction is None else interaction.parent_id
         """The id of the interaction that it continues."""
         given = {
@@ -180,6 +184,7 @@ class InteractionWithTokenLogpReward:
         completion: ChatCompletion | Mapping[str, Any] | None = None,
         model_response: ModelResponse | Mapping[str, Any] | None = None,
         parent_id: str | None = None,
+        role: str = "",
     ) -> Self:
         """Return an interaction from exported tensors or arrays, [seq_len] or [1, seq_len].
 
@@ -201,6 +206,7 @@ class InteractionWithTokenLogpReward:
             completion=_as_completion(completion),
             model_response=_as_response(interaction_id, model_response),
             parent_id=parent_id,
+            role=role,
         )
 
     @staticmethod
@@ -270,6 +276,24 @@ class InteractionWithTokenLogpReward:
             node.output_versions.tolist(),
             _stop_reason(node.finish_reason),
         )
+
+    @property
+    def cut_tokens(self) -> npt.NDArray[np.bool_] | None:
+        """True on the tokens of each output that the limit of tokens cut off, [length of the row];
+        None if its end is not known. Without a record only that of the last output is."""
+        marks = np.zeros(len(self.row["input_ids"]), np.bool_)
+        if self.interaction is None or self.tree is None:
+            response = self.model_response
+            if response is None:
+                return None
+            marks[response.input_len :] = response.stop_reason == "length"
+            return marks
+        at = 0
+        for node in self.tree.path(self.interaction.id):
+            at += len(node.prompt_delta_ids)
+            marks[at : at + len(node.output_ids)] = node.cut
+            at += len(node.output_ids)
+        return marks
 
     @property
     def temperature(self) -> float | None:

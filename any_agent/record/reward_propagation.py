@@ -3,9 +3,9 @@
 ``r(parent) = own(parent) + discount * mean(r(children))``; the session's final reward is added to
 every leaf. Two kinds of interactions are discarded, because the agent made no use of them:
 
-- among several answers to one request (siblings with the same new messages, tools and forced call:
-  the choices of one ``n > 1`` call, or a retry beside the call that it repeats) those that were not
-  continued while another one was;
+- among several answers to one request (siblings with the same new messages, tools, forced call and
+  role: the choices of one ``n > 1`` call, or a retry beside the call that it repeats) those that
+  were not continued while another one was;
 - answers that never reached the agent (the client left, or the call was aborted) and were neither
   continued nor rewarded by name.
 
@@ -127,4 +127,4 @@ def _request(n: Interaction) -> Hashable:
     messages = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
     tools = json.dumps(n.tools, sort_keys=True)
     forced = n.prompt_delta_ids[len(n.prompt_delta_ids) - n.request.get("forced", 0) :]
-    return messages or n.prompt_delta_ids.tobytes(), tools, forced.tobytes()
+    return messages or n.prompt_delta_ids.tobytes(), tools, forced.tobytes(), n.role

@@ -15,7 +15,7 @@ from any_agent.rollout.jobs import EpisodeJob
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
 from any_agent.workflow.grouped import own_copy
-from any_agent.workflow.tensors import rows_of, tensors_of
+from any_agent.workflow.tensors import roles_of, rows_of, tensors_of
 
 _NONE = (
     "the episode returned None, so there is nothing to train on: its workflow rejected it, or its "
@@ -112,6 +112,7 @@ class EpisodeRunner:
                 rows=[row for row, _ in rows],
                 temperatures=[temperature for _, temperature in rows],
                 task_id=None if task is None else str(task),
+                roles=roles_of(result),
             )
         )
 

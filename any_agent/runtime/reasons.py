@@ -7,6 +7,7 @@ _REASONS = {
     "group_too_small": "group_too_small: its group had too few members",
     "untrainable": "untrainable: none of its calls can be trained on",
     "stale": "stale: all of its tokens were too old",
+    "truncated": "truncated: all of its outputs were cut off (train.mask_truncated)",
     "too_long": "too_long: one of its rows is above train.max_row_tokens or the model's context",
     "unusable": "unusable: the trainer cannot compute it; its log says why",
 }

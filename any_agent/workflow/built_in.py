@@ -271,6 +271,7 @@ class TokenRow:
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._cut: list[bool] = []
 
     def add(self, response: ModelResponse) -> None:
         """Append a turn whose prompt continues this row."""
@@ -280,6 +281,8 @@ class TokenRow:
         self._mask += [0] * len(new) + [1] * len(response.output_ids)
         self._logprobs += [0.0] * len(new) + response.output_logprobs
         self._versions += [-1] * len(new) + response.output_versions
+        cut = response.stop_reason == "length"
+        self._cut += [False] * len(new) + [cut] * len(response.output_ids)
 
     def tensors(self, reward: float) -> dict[str, torch.Tensor]:
         """Return a batch of one row, [1, length], with its reward and its temperature, [1]."""
@@ -291,6 +294,7 @@ class TokenRow:
             "loss_mask": torch.tensor([self._mask], dtype=torch.int32),
             "logprobs": torch.tensor([self._logprobs], dtype=torch.float32),
             "versions": torch.tensor([self._versions], dtype=torch.int32),
+            "cut": torch.tensor([self._cut], dtype=torch.bool),
             "rewards": torch.tensor([reward], dtype=torch.float32),
         }
         if self._temperature > 0:

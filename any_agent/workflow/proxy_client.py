@@ -257,7 +257,8 @@ def exported_interactions(answer: dict[str, Any]) -> dict[str, InteractionWithTo
 def _interaction(id: str, exported: dict[str, Any]) -> InteractionWithTokenLogpReward:
     tensors = {name: _array(one) for name, one in exported["tensor_dict"].items()}
     content = {name: exported.get(name) for name in _CONTENT}
-    return InteractionWithTokenLogpReward.from_tensors(id, tensors, **content)
+    role = exported.get("role", "")
+    return InteractionWithTokenLogpReward.from_tensors(id, tensors, role=role, **content)
 
 
 def _array(tensor: dict[str, Any]) -> npt.NDArray[Any]:

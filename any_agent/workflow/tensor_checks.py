@@ -12,12 +12,13 @@ logprobs          [B, T]     float32  natural logarithms for sampled tokens; 0 o
 versions          [B, T]     int32    the weight version of each sampled token; -1 on prompts
 rewards           [B]        float32
 temperatures      [B]        float32  the sampling temperature, where it is not the run's
+cut               [B, T]     bool     True on outputs that the limit of tokens cut off
 ================  =========  =======  =========================================================
 
 Integers of another width become int32, masks of 0 and 1 the mask's type, float64 and integers
 float32, where every value fits; other values are refused. All fields are unshifted: entry t belongs
-to token t. Training needs all fields but ``temperatures``; without ``loss_mask`` and the fields
-after it a batch can be collected, but not trained on. Other tensors whose first dimension is B are
+to token t. Training needs all fields but the last two; without ``loss_mask`` and the fields after
+it a batch can be collected, but not trained on. Other tensors whose first dimension is B are
 kept."""
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ PER_TOKEN: Mapping[str, Any] = {
     "loss_mask": np.int32,
     "logprobs": np.float32,
     "versions": np.int32,
+    "cut": np.bool_,
 }
 """Fields of the shape [B, T]."""
 PER_ROW: Mapping[str, Any] = {"rewards": np.float32, "temperatures": np.float32}
 """Fields of the shape [B]."""
-MASKS = ("attention_mask", "loss_mask")
+MASKS = ("attention_mask", "loss_mask", "cut")
 REQUIRED = ("input_ids", "attention_mask")
 TRAINED_ON = (*REQUIRED, "loss_mask", "logprobs", "versions", "rewards")
 PADDING: Mapping[str, int] = {"versions": -1}  # the padding of a field, where it is not 0

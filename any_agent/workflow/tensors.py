@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from any_agent.errors import InvalidTrajectory
 from any_agent.record import (
@@ -100,7 +101,8 @@ def rows_of(
     elif kind == "interactions":
         interactions = cast(Mapping[str, InteractionWithTokenLogpReward], result).values()
         rows = [
-            (_checked_row(i.rewarded_row(), i.interaction_id), i.temperature) for i in interactions
+            (_checked_row(_marked(i.rewarded_row(), i.cut_tokens), i.interaction_id), i.temperature)
+            for i in interactions
         ]
     else:
         arrays = checked_arrays(cast(Mapping[str, Any], result))
@@ -116,6 +118,16 @@ def rows_of(
     return rows
 
 
+def roles_of(result: EpisodeResult) -> list[str]:
+    """Return the role of each row of :func:`rows_of`; [] for tensors, which have none."""
+    kind = kind_of(result)
+    if kind == "trajectories":
+        return [i.role for t in cast(list[Trajectory], result) for i in t.interactions]
+    if kind == "interactions":
+        return [i.role for i in cast(Mapping[str, InteractionWithTokenLogpReward], result).values()]
+    return []
+
+
 def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
     """Return the rows of a batch of tensors without padding; missing fields get neutral values."""
     arrays = {name: np.asarray(value) for name, value in tensors.items()}
@@ -124,17 +136,23 @@ def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
     for name, value in neutral.items():
         arrays.setdefault(name, np.full(ids.shape, value, PER_TOKEN[name]))
     rewards = arrays.get("rewards", np.full(len(ids), np.nan, np.float32))
+    known = [name for name in PER_TOKEN if name in arrays]
     return [
-        {name: np.array(arrays[name][k, : int(attention[k].sum())]) for name in PER_TOKEN}
+        {name: np.array(arrays[name][k, : int(attention[k].sum())]) for name in known}
         | {"rewards": np.asarray(rewards[k])}
         for k in range(len(ids))
     ]
 
 
 def padded(rows: Sequence[Row]) -> TensorDict:
-    """Return rows as one batch of tensors, padded on the right: [rows, longest], per row [rows]."""
+    """Return rows as one batch of tensors, padded on the right: [rows, longest], per row [rows].
+
+    Where only some rows have ``cut``, it is False in the others.
+    """
     import torch
 
+    if any("cut" in row for row in rows):
+        rows = [{"cut": np.zeros(len(row["input_ids"]), np.bool_), **row} for row in rows]
     longest = max(len(row["input_ids"]) for row in rows)
     out = {}
     for name in rows[0]:
@@ -152,13 +170,21 @@ def padded(rows: Sequence[Row]) -> TensorDict:
 def concat_padded_tensors(batches: Sequence[TensorDict]) -> TensorDict:
     """Concatenate batches, [sum of B, longest T]; shorter ones are padded on the right.
 
-    All need the same fields, with equal dimensions after the second one. Raises InvalidTrajectory.
+    All need the same fields but ``cut``, which is False in those without it, with equal dimensions
+    after the second one. Raises InvalidTrajectory.
     """
     import torch
     from torch.nn import functional
 
     if not batches:
         return {}
+    if any("cut" in batch for batch in batches):
+        batches = [
+            batch
+            if "cut" in batch
+            else batch | {"cut": torch.zeros_like(batch["input_ids"]).bool()}
+            for batch in batches
+        ]
     first, *others = batches
     for other in others:
         if odd := first.keys() ^ other.keys():
@@ -194,8 +220,16 @@ def _empty_result() -> InvalidTrajectory:
 def _recorded(t: Trajectory, discount: float) -> list[tuple[Row, float | None]]:
     rewards = propagate_rewards(t.interactions, discount=discount, final_reward=t.final_reward)
     tree = InteractionTree.from_interactions(t.interactions)
-    rows = individual_rows(tree, rewards)
+    rows = {
+        id: _marked(row, (row["loss_mask"] == 1) & tree[id].cut)
+        for id, row in individual_rows(tree, rewards).items()
+    }
     return [(_checked_row(row, id), tree[id].gconfig.temperature) for id, row in rows.items()]
+
+
+def _marked(row: Row, cut: npt.NDArray[np.bool_] | None) -> Row:
+    """Return the row with the marks of outputs that were cut off, if these are known."""
+    return row if cut is None else row | {"cut": cut}
 
 
 def _checked_row(row: Row, interaction_id: str) -> Row:

@@ -14,12 +14,15 @@ from any_agent.auth.access import Caller
 from any_agent.completions.apis import Api
 from any_agent.completions.call_types import Delta, Prepared
 from any_agent.completions.parsed_request import (
+    ROLE_HEADER,
     ParseContext,
     ParsedRequest,
     ResponseEncoder,
     encode_whole,
     headers_of,
+    role_in,
     version_of,
+    with_role,
 )
 from any_agent.completions.prepare import check_request, prepare
 from any_agent.errors import AnyAgentError, RunFinished, Unauthenticated
@@ -54,7 +57,7 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     if await service.frozen.is_named_by(call.body):
         # A frozen model's call uses nothing of the engine.
         response = await service.frozen.answer(
-            request, api, call.body, call.session, call.tenant, call.caller
+            request, api, call.body, call.session, call.tenant, call.caller, call.role
         )
     else:
         service.frozen.policy.count_call(call.body)
@@ -95,6 +98,7 @@ class ModelCall:
         self.tenant: str | None = None
         """The tenant that the call is charged to."""
         self.body: Any = None
+        self.role = role_in(request.headers.getlist(ROLE_HEADER))
         self.caller = service.auth.caller(request)
         self._service = service
         self._request = request
@@ -210,7 +214,8 @@ class ModelCall:
     async def _parse(self, session: RecordedSession | None, mode: SessionMode) -> ParsedRequest:
         completer, size = self._service.completer, len(await self._request.body())
         context = parse_context(self._service, session, mode)
-        return await check_request(completer, partial(self._api.parse, self.body, context), size)
+        parse = partial(self._api.parse, self.body, context)
+        return with_role(await check_request(completer, parse, size), self.role)
 
     async def respond(self, parsed: ParsedRequest, listener: Listener) -> Response:
         """Return the answer of a call that was started; a stream goes on while it is sent."""

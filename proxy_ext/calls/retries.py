@@ -1,8 +1,8 @@
 """Retries that an SDK marks: each gets the answer to the call that it repeats, not a new sample.
 
 Stainless SDKs (OpenAI's, Anthropic's) count in ``x-stainless-retry-count``, 0 at the first try. A
-retry joins the oldest call of its session with the same body and a lower count whose client is
-gone; identical bodies that are not retries are separate samples.
+retry joins the oldest call of its session with the same body, the same role and a lower count whose
+client is gone; identical bodies that are not retries are separate samples.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from any_agent.completions.call_types import choice_ids, completion_of
 from any_agent.completions.params.call import ChatCall
+from any_agent.completions.parsed_request import ROLE_HEADER
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener, calls_of
 from proxy_ext.calls.call_manager import CallManager
@@ -36,8 +37,9 @@ def retry_mark(request: Request, body: bytes) -> RequestMark | None:
     count = request.headers.get(HEADER, "")
     if not _COUNT.fullmatch(count):
         return None
-    # The same body means something else to another API.
-    hash = hashlib.blake2b(route_of(request).encode() + b"\0", digest_size=16)
+    # The same body means something else to another API, and from another of a session's agents.
+    sender = " ".join((route_of(request), *request.headers.getlist(ROLE_HEADER)))
+    hash = hashlib.blake2b(sender.encode() + b"\0", digest_size=16)
     hash.update(body)
     return RequestMark(hash.digest(), int(count))
 

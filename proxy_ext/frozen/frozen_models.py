@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,7 @@ class FrozenModels:
         session: RecordedSession | None,
         tenant: str | None,
         caller: Caller,
+        role: str = "",
     ) -> Response:
         """Answer one call of a frozen model, whole or as events.
 
@@ -185,14 +187,14 @@ class FrozenModels:
             checked = app_request(api.name, body, admin=admin)
             place = AppDeployment(scope, self._app)
             await self.spending.require(session, tenant)
-            call = self._start(checked, place, session, tenant)
+            call = self._start(replace(checked, role=role), place, session, tenant)
         else:
             deployment = self._choose(body["model"], session)
             checked = check_frozen_request(api.name, body)
             if checked.previous is not None:
                 await self._continue_response(checked, checked.previous, session, deployment)
             await self.spending.require(session, tenant)
-            call = self._start(checked, deployment, session, tenant)
+            call = self._start(replace(checked, role=role), deployment, session, tenant)
         try:
             return await call.respond(
                 request, send_timeout=self._config.server.client_timeout, ping=api.ping
@@ -348,6 +350,7 @@ class FrozenModels:
 def _interaction(call: FrozenCall, session_id: str, *, whole: bool) -> Interaction:
     request, response = call.request, call.response
     nothing = np.zeros(0, np.int32)
+    record = {"recorded": request.recorded, "role": request.role}
     return Interaction(
         id=response.id,
         session_id=session_id,
@@ -363,7 +366,7 @@ def _interaction(call: FrozenCall, session_id: str, *, whole: bool) -> Interacti
         model=request.model,
         tools=request.tools,
         untrainable_reason=FROZEN_MODEL,
-        request={"recorded": request.recorded} if request.recorded else {},
+        request={name: value for name, value in record.items() if value},
         created_at=call.created_at,
     )
 

@@ -131,6 +131,8 @@ class FrozenRequest:
     """True if the client requested the usage of its stream."""
     previous: str | None
     """The interaction that `previous_response_id` names."""
+    role: str = ""
+    """The agent of the session that makes the call."""
 
 
 def check_frozen_request(api: str, body: Mapping[str, Any]) -> FrozenRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -207,6 +208,7 @@ class RecordedSession:
             untrainable_calls=dict(trained.untrained) if trained else {},
             roots=counts.roots if counts else None,
             root_reasons=dict(counts.root_reasons) if counts else {},
+            roles=_roles(tree),
         )
 
 
@@ -221,6 +223,12 @@ def public_fields(row: SessionRow) -> dict[str, Any]:
     same = {name: getattr(row, name) for name in _PUBLIC_FIELDS}
     group_id = public_id(row.group_id) if row.group_id else None
     return {"session_id": row.id, "mode": str(row.mode), "group_id": group_id, **same}
+
+
+def _roles(tree: InteractionTree) -> dict[str, int]:
+    """Return the numbers of the calls by role; nothing where no role is named."""
+    roles = Counter(i.role for i in tree)
+    return dict(roles) if roles.keys() - {""} else {}
 
 
 def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -22,7 +22,7 @@ from router.dashboard.ranks import RankReader, Visitor
 _FLOOR = 1e-4  # as the trainer adds to the deviation
 MOST = 32
 """Sessions of the largest group whose scores are read."""
-_SCORED = {"stale", "untrainable", "too_long"}
+_SCORED = {"stale", "truncated", "untrainable", "too_long"}
 """The reasons of a step for leaving out a session whose score it has counted."""
 
 
@@ -36,6 +36,8 @@ class Advantage:
     baseline: float = 0.0
     scale: float = 1.0
     formula: str = ""
+    masks_cut: bool = False
+    """True if outputs that the limit of tokens cut off were not trained on."""
 
     @property
     def mean(self) -> float | None:
@@ -45,7 +47,8 @@ class Advantage:
     def of_call(self, call: Mapping[str, Any]) -> float | None:
         """Return the advantage that all trained tokens of a call have; None if it cannot be told,
         or if the call is not trained on."""
-        if self.score is None or call["untrainable_reason"]:
+        cut = self.masks_cut and call["finish_reason"] == "length"
+        if self.score is None or call["untrainable_reason"] or cut:
             return None
         return self._of(call["propagated"] or 0.0)
 
@@ -74,6 +77,8 @@ def _beyond_the_group(train: TrainConfig) -> str:
     name, norm = train.advantage_estimator, train.normalize_std
     if name not in ("grpo", "rloo"):
         return f"train.advantage_estimator={name} needs more than the group's scores"
+    if train.group_by == "role":
+        return "train.group_by=role compares each role's scores, which the session's do not tell"
     if norm == "batch":
         return "train.normalize_std=batch divides by the deviation of the step's whole batch"
     if train.overlong_length or train.kl_reward_coef:
@@ -104,7 +109,7 @@ async def _of_group(
         None,
     )
     known = [score for score in scores if score is not None]
-    return advantage(own, known, train)
+    return replace(advantage(own, known, train), masks_cut=train.mask_truncated)
 
 
 def advantages_of(group: GroupPage, train: TrainConfig) -> tuple[dict[str, float], str]:

@@ -126,6 +126,13 @@ async def test_a_session_is_shown_with_its_rewards_dates_and_roots(proxy: Proxy)
     said = await sessions(proxy, "show", id)
     shown = dict(line.split(None, 1) for line in said.out.splitlines())
     assert shown["roots:"] == "2" and shown["root_reasons:"].startswith("1 history_rewritten")
+    assert "roles:" not in shown
+    named = {"model": "m", "messages": lied[:1], "max_tokens": 8}
+    path, key = "/v1/chat/completions", session["api_key"]
+    assert (await proxy.post(path, named, key, **{"x-any-agent-role": "critic"})).is_success
+    said = await sessions(proxy, "show", id)
+    shown = dict(line.split(None, 1) for line in said.out.splitlines())
+    assert shown["roles:"] == "2 of no name, 1 of critic"
     said = await sessions(proxy, "show", "ses-0-none", id)
     assert said.code == 1 and "there is no session" in said.err and id in said.out
 

@@ -32,6 +32,7 @@ def train(*given: str) -> TrainConfig:
         ("gspo", ("grpo", "gspo", "group", "turn", 3e-4, 4e-4)),
         ("gmpo", ("grpo", "gmpo", "group", "turn", 0.4, 0.4)),
         ("dppo", ("grpo", "dppo", "group", "token", 0.15, 0.15)),
+        ("m2po", ("grpo", "reinforce", "group", "token", None, None)),
         ("cispo", ("grpo", "cispo", "group", "token", 1.0, 4.0)),
         ("sapo", ("grpo", "sapo", "group", "session", None, None)),
         ("vespo", ("grpo", "vespo", "group", "token", None, None)),
@@ -70,6 +71,8 @@ def test_every_preset_can_be_named() -> None:
         (["preset=vespo", "k_neg=1"], {"k_pos": 2.0, "k_neg": 1.0, "lambda_neg": 2.0}),
         (["loss=mine.own", "lambda_pos=1"], {"lambda_pos": 1.0, "k_pos": None, "eps_low": 0.2}),
         (["dual_clip=3"], {"dual_clip": 3.0}),
+        (["preset=m2po"], {"second_moment": 0.04}),
+        (["preset=m2po", "second_moment=0.1", "loss=grpo"], {"second_moment": 0.1}),
         (["is_cap=2", "is_floor=0.5"], {"is_floor": 0.5}),
         (["preset=rloo", "kl_reward_coef=0.05"], {"kl_coef": 0.0, "kl_estimator": None}),
         (["preset=rloo", "loss=grpo"], {"eps_low": 0.2, "eps_high": 0.28}),
@@ -100,6 +103,8 @@ CONTRADICTIONS = {
     "preset=maxrl kl_reward_coef=0.1": "train.kl_reward_coef",
     "preset=maxrl overlong_length=100": "train.overlong_length",
     "preset=opo normalize_std=group": "train.normalize_std",
+    "preset=reinforce_pp group_by=role": "advantage_estimator=reinforce_pp",
+    "preset=reinforce_pp_baseline group_by=role kl_reward_coef=0.1": "train.kl_reward_coef",
     "preset=gspo k_pos=1": "train.k_pos",
     "preset=cispo dual_clip=7": "train.dual_clip",
     "dual_clip=1.2": "train.dual_clip=1.2",
@@ -116,6 +121,9 @@ CONTRADICTIONS = {
     "overlong_penalty=0.5": "train.overlong_penalty",
     "overlong_length=4 overlong_buffer=5": "train.overlong_buffer=5",
     "overlong_length=8192": "train.overlong_length=8192",
+    "rejection_k2=0": "train.rejection_k2",
+    "preset=gmpo second_moment=0.1": "train.second_moment",
+    "preset=m2po loss=gspo": "train.second_moment",
     "entropy_coef=-0.1": "train.entropy_coef",
     "kl_coef=inf": "train.kl_coef",
     "eps_high=inf": "train.eps_high",
@@ -152,6 +160,14 @@ def test_saved_settings_keep_none_that_the_preset_chose(
     names = {one.partition("=")[0] for one in given}
     both = [one for one in saved if one.partition("=")[0] not in names] + given
     assert load_config(file, [f"train.{one}" for one in given], {}).train == train(*both)
+
+
+def test_rows_of_several_outputs_have_neither_one_role_nor_one_end() -> None:
+    concat = "rollout.agent.export_style=concat"
+    for setting in ("train.group_by=role", "train.mask_truncated=true"):
+        with fails_with(ConfigError, concat, setting):
+            load_config(None, [setting, concat], {})
+    assert load_config(None, ["train.group_by=role"], {}).train.group_by == "role"
 
 
 def test_items_cannot_rest_where_no_group_is_left_out_or_the_order_is_fixed() -> None:

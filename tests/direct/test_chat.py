@@ -140,3 +140,18 @@ async def test_a_response_can_be_read_again_continued_and_rewarded(
     # It stays a part of its session.
     client.set_reward(answer.id, 1.0)
     assert client.export_interactions()[answer.id].reward == 1.0
+
+
+async def test_a_header_names_the_agent_of_several_that_calls(client: EngineOpenAI) -> None:
+    talk: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4}
+    await client.chat.completions.create(**talk, extra_headers={"x-any-agent-role": "critic"})
+    await client.with_options(default_headers={"X-Any-Agent-Role": "coder"}).completions.create(
+        model=MODEL, prompt="2 + 2 =", max_tokens=4
+    )
+    await client.chat.completions.create(**talk)
+    assert [one.role for one in client.interactions] == ["critic", "coder", ""]
+    exported = client.export_interactions(style="individual")
+    assert sorted(one.role for one in exported.values()) == ["", "coder", "critic"]
+    with pytest.raises(openai.BadRequestError, match="a role is"):
+        await client.chat.completions.create(**talk, extra_headers={"x-any-agent-role": "a b"})
+    assert len(client.interactions) == 3

@@ -152,7 +152,7 @@ WRONG: dict[str, list[Any]] = {
     "message_delta": ["{}", "[5]"],
     "output_message": ["[]", "nonsense"],
     "tools": ["5"],
-    "request": ["null"],
+    "request": ["null", '{"role": 5}'],
     "reward": [True, float("nan")],
     "created_at": [float("inf")],
     "continuation": ["sideways", []],

@@ -118,3 +118,13 @@ def test_propagated_rewards_equal_the_recursive_definition(
     assert got == pytest.approx({n.id: r(n) for n in nodes})
     copies = [replace(n) for n in nodes]
     assert propagate_rewards(copies, discount=discount, final_reward=final) == got
+
+
+def test_the_same_request_of_two_roles_is_no_choice(make: Make) -> None:
+    one, other = make("one"), make("other")
+    one.message_delta = other.message_delta = [{"role": "user", "content": "same"}]
+    one.prompt_delta_ids = other.prompt_delta_ids
+    going_on = make("going on", "one")
+    assert discarded([one, other, going_on]) == {"other"}
+    other.request = {"role": "critic"}
+    assert discarded([one, other, going_on]) == set()

@@ -147,13 +147,16 @@ def random_row(length: int, reward: float) -> Row:
         "logprobs": rng.normal(size=length).astype(np.float32),
         "versions": rng.integers(-1, 9, length).astype(np.int32),
         "attention_mask": np.ones(length, np.bool_),
+        "cut": rng.integers(0, 2, length).astype(np.bool_),
         "rewards": np.asarray(reward, np.float32),
     }
 
 
 SESSIONS = [
     SampledSession(
-        "data-3-0", "data-3", [random_row(5, 0.1), random_row(9, 1 / 3)], [None, 0.7], task_id="a b"
+        *("data-3-0", "data-3", [random_row(5, 0.1), random_row(9, 1 / 3)], [None, 0.7]),
+        task_id="a b",
+        roles=["plan", ""],
     ),
     SampledSession("data-3-1", "data-3", [random_row(2, -2.5)], [1.0]),
     # One whose workflow returned nothing to train on.
@@ -172,7 +175,7 @@ def test_sampled_sessions_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
     for session in SESSIONS:
         again = found[session.session_id]
         assert (again.group_id, again.task_id) == (session.group_id, session.task_id)
-        assert again.temperatures == session.temperatures
+        assert (again.temperatures, again.roles) == (session.temperatures, session.roles)
         assert len(again.rows) == len(session.rows)
         for one, other in zip(session.rows, again.rows, strict=True):
             assert one.keys() == other.keys()

@@ -30,8 +30,10 @@ from tests.trainer import test_batch as batch
 from tests.trainer import test_kl_reward as kl_reward
 from tests.trainer import test_lora as lora
 from tests.trainer import test_packing as packing
+from tests.trainer import test_roles as roles
 from tests.trainer import test_tree as tree
 from tests.trainer import test_trl as trl
+from tests.trainer import test_truncated as truncated
 from tests.trainer import test_updates as updates
 from tests.trainer.test_surrogates import CONFIGS, equals_the_formula
 from trainer.lora import Lora
@@ -72,6 +74,13 @@ LAWS: dict[str, Callable[..., Any]] = {
     "trl vespo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "vespo", 1),
     "trl gmpo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gmpo", 0),
     "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
+    "roles": roles.roles_law,
+    "truncated": truncated.truncated_law,
+    "squares": updates.second_moment_law,
+    **{
+        f"rejection {k}": partial(updates.rejection_law, f"rejection_{k}")
+        for k in ("k1", "k2", "k3")
+    },
     "success": advantage.test_maxrl_divides_by_the_mean_score_and_refuses_negative_ones,
     "trl gspo": partial(trl.test_losses_over_given_logprobs_equal_those_of_trl, "gspo", 0),
     "trl dr_grpo": partial(trl.preset_equals_trl, "dr_grpo"),
@@ -206,6 +215,22 @@ DPPO leaves nothing out | dppo
     surrogates: .masked_fill(low | high, 0.0) -> .masked_fill(low & high, 0.0)
 OPO without its lengths | length-weighted
     advantage: [(s.length, score) for s -> [(1, score) for s
+a row is rejected on one side alone | rejection k1
+    loss: (d.mean().abs(), -> (d.mean(),
+k2 of a row's mean | rejection k2
+    loss: d.square().mean() / 2 -> d.mean().square() / 2
+k3 of the other direction | rejection k3
+    loss: (torch.expm1(d) - d).mean() -> (torch.expm1(-d) + d).mean()
+rejected rows are trained on | rejected rows + second moment
+    loss: (inputs.rejected, inputs.outlier) -> (inputs.outlier,)
+a bound of single squares | squares
+    updates: means = np.cumsum(every) / np.arange(1, len(every) + 1) -> means = every
+outliers are trained on | second moment
+    loss: left_behind | (gone > 0) -> left_behind
+cut outputs are trained on | truncated
+    batch: mask_cut(row) if masks else row -> row
+one baseline for all roles | roles
+    advantage: counted=[own == role for own in self.counted_roles] -> counted=self.counted
 MaxRL divides by nothing | success
     advantage: scale = baseline if baseline else 1.0 -> scale = 1.0
 CISPO drops clipped tokens | cispo

@@ -162,6 +162,18 @@ def uneven() -> list[Episode]:
     return [[*pair("a"), session("odd", 0.4, group="a", turns=3)], pair("b", turns=2), pair("c")]
 
 
+def cut_and_named() -> list[Episode]:
+    """Some outputs were cut off, and the last turns are another agent's."""
+    made = uneven()
+    for episode in made:
+        for trajectory in episode:
+            *_, last = trajectory.interactions
+            last.request = {"role": "critic"}
+        for node in episode[0].interactions:
+            node.finish_reason = "length"
+    return made
+
+
 OWN: dict[str, tuple[list[Episode], tuple[str, ...], tuple[str, ...]]] = {
     "masks": (
         [pair("a"), [*pair("b"), *pair("old", version=99)], pair("c", version=1)],
@@ -182,6 +194,11 @@ OWN: dict[str, tuple[list[Episode], tuple[str, ...], tuple[str, ...]]] = {
         ("train.aggregation=session", "train.normalize_std=batch", "train.overlong_length=2"),
         ("train.preset=rloo", "train.loss=grpo", "train.aggregation=turn"),
     ),
+    "outputs that were cut, and roles": (
+        cut_and_named(),
+        ("train.mask_truncated=true", "train.group_by=role"),
+        (),
+    ),
     "divergence in the reward": (
         uneven(),
         ("train.preset=reinforce_pp", "train.kl_reward_coef=0.5"),
@@ -189,6 +206,11 @@ OWN: dict[str, tuple[list[Episode], tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """Episodes, the settings that their steps were made with, and those of the start after."""
+REFUSED = {
+    "masks": [{}, {"old-good": "stale", "old-bad": "stale"}],
+    "outputs that were cut, and roles": [{"a-good": "truncated"}, {"b-good": "truncated"}],
+}
+"""The sessions that these steps leave out."""
 
 
 @pytest.mark.parametrize("what", OWN)
@@ -205,8 +227,7 @@ def test_a_repeated_step_uses_the_settings_that_it_was_made_with(
     assert again.trainer.policy.steps == 2
     assert_same_policy(first, again)
     assert again.trainer.policy.reference is None, "the steps from here on have none"
-    rejected = {"old-good": "stale", "old-bad": "stale"} if what == "masks" else {}
-    assert [refused for _, refused in again.executor.acks] == [{}, rejected]
+    assert [refused for _, refused in again.executor.acks] == REFUSED.get(what, [{}, {}])
     # Each under its own step, so that a rank keeps it for as long as a resume may want it.
     assert again.executor.steps == [1, 2]
     plain = Lab(config_of([*few, *after, f"root={tmp_path / 'plain'}", "train.steps=2"]), script)

@@ -31,7 +31,8 @@ from trainer.loss import (
 
 class Token(NamedTuple):
     """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios, ``whole``
-    is its row's product of ratios, ``clipped`` its mean clipped log ratio."""
+    is its row's product of ratios, ``clipped`` its mean clipped log ratio, ``rejected`` 1 if its
+    row is, ``outlier`` 1 if it is left out by its square."""
 
     now: float
     old: float
@@ -45,6 +46,8 @@ class Token(NamedTuple):
     whole: float
     high: float
     clipped: float
+    rejected: float
+    outlier: float
 
 
 def random_token(r: random.Random) -> Token:
@@ -62,6 +65,8 @@ def random_token(r: random.Random) -> Token:
         math.exp(r.gauss(0, 0.7)),
         float(r.random() < 0.3),
         r.gauss(0, 0.2),
+        float(now % 0.05 < 0.01),
+        float(now % 0.03 < 0.006),
     )
 
 
@@ -120,7 +125,9 @@ def importance(t: Token, c: LossConfig) -> float:
 
 def left_behind(t: Token, c: LossConfig) -> bool:
     far = c.off_policy_threshold is not None and -(t.ratio + t.weight) > c.off_policy_threshold
-    return far and t.a < 0
+    rejected = c.rejection_k3 is not None and t.rejected > 0
+    outlier = c.second_moment is not None and t.outlier > 0
+    return rejected or outlier or (far and t.a < 0)
 
 
 def by_hand(tokens: list[Token], c: LossConfig, n: int) -> tuple[float, list[float], list[float]]:
@@ -156,6 +163,8 @@ def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Ten
         sequence_log_weight=columns["weight"],
         sequence_product=columns["whole"],
         sequence_clipped_ratio=columns["clipped"],
+        rejected=columns["rejected"] if c.rejection_k3 is not None else None,
+        outlier=columns["outlier"] if c.second_moment is not None else None,
         high_entropy=columns["high"] if c.top_entropy < 1 else None,
     )
     loss, stats = LOSSES.find(c.name)(now, inputs, total_tokens=n, config=c, entropies=entropies)
@@ -178,6 +187,9 @@ CONFIGS = {
     "masked beyond two bounds": LossConfig(is_cap=1.5, is_floor=0.6, is_mode="mask"),
     "off policy": LossConfig("sapo", off_policy_threshold=0.4, is_mode="mask", is_cap=1.5),
     "off policy, whole rows": LossConfig("vespo", off_policy_threshold=0.4),
+    "rejected rows": LossConfig(rejection_k3=0.1, is_cap=1.5, kl_coef=0.1),
+    "rejected whole rows": LossConfig("vespo", rejection_k3=0.1, off_policy_threshold=0.4),
+    "second moment": LossConfig("reinforce", second_moment=0.04, rejection_k3=0.1, kl_coef=0.1),
     "high entropies": LossConfig("cispo", top_entropy=0.3, kl_coef=0.1, entropy_coef=0.05),
     "masked": LossConfig(is_mode="mask", is_cap=1.5),
     "masked rows": LossConfig(is_mode="mask", is_level="sequence", is_cap=1.5),
@@ -206,7 +218,7 @@ def equals_the_formula(name: str, seed: int = 0) -> None:
     gone = [g or (b and c.is_mode == "mask") for g, b in zip(behind, beyond, strict=True)]
     assert stats.is_masked == sum(gone)
     assert stats.is_capped == sum(b and not g for g, b in zip(gone, beyond, strict=True))
-    assert sum(behind) > 0 or c.off_policy_threshold is None
+    assert sum(behind) > 0 or (c.off_policy_threshold is None and c.rejection_k3 is None)
     if c.name in ("grpo", "gspo"):
         rho = [(math.exp(t.ratio if c.name == "gspo" else t.now - t.old), t.a) for t in tokens]
         low = sum(x < 1 - c.eps_low for x, a in rho if a < 0)
@@ -304,6 +316,8 @@ def test_a_weight_of_0_takes_a_row_out_of_vespo_and_a_large_one_nearly() -> None
         ({"entropy_coef": 0.1}, {}, "entropies"),
         ({"is_level": "sequence"}, {}, "is_level=sequence"),
         ({"off_policy_threshold": 1.0}, {}, "off_policy_threshold"),
+        ({"rejection_k2": 0.5}, {}, "rejected"),
+        ({"second_moment": 0.5}, {}, "outlier"),
         ({"top_entropy": 0.5}, {}, "high_entropy"),
         ({"name": "vespo"}, {}, "sequence_product"),
         ({}, {"token_weights": torch.zeros(2)}, "token's weight"),
@@ -321,12 +335,12 @@ def test_a_loss_without_an_input_that_it_needs_is_refused(
 
 def test_a_loss_asks_for_the_means_of_rows() -> None:
     asked = {name for name in CONFIGS if needs_sequence_ratio(CONFIGS[name])}
-    behind = {"off policy", "off policy, whole rows"}
+    behind = {"off policy", "off policy, whole rows", "rejected whole rows"}
     assert asked == {"gspo", "dual clip of rows", "k3"} | behind
     of_rows = {name for name in CONFIGS if needs_sequence_weight(CONFIGS[name])}
     rows = {"gspo", "gmpo", "dual clip of rows", "masked rows", "truncated rows"}
     assert of_rows == rows | behind
     assert {name for name in CONFIGS if needs_clipped_ratio(CONFIGS[name])} == {"gmpo"}
     products = {name for name in CONFIGS if needs_sequence_product(CONFIGS[name])}
-    assert products == {"vespo", "off policy, whole rows"}
+    assert products == {"vespo", "off policy, whole rows", "rejected whole rows"}
     assert not needs_sequence_ratio(LossConfig("trainer.sft.likelihood_loss"))

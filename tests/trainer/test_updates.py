@@ -28,7 +28,7 @@ from trainer.loss import LOSSES, LossConfig, LossInputs, LossStats
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
 from trainer.surrogates import grpo
-from trainer.updates import StepConfig, divide, with_high_entropies
+from trainer.updates import StepConfig, divide, with_high_entropies, with_outliers
 
 PARTS = [[0, 2, 4], [1, 3, 5, 6]]
 
@@ -215,6 +215,125 @@ def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
         columns = [*(got[name] for name in names), ratio, clipped, *of_rows]
         assert_close([sorted_rows(torch.stack(columns, 1))], [sorted_rows(expected)], 1e-9)
     assert float(found[-1][1]["sequence_log_ratio"].abs().max()) > 1e-4
+
+
+REJECTIONS = {
+    "rejection_k1": lambda d: abs(math.fsum(d) / len(d)),
+    "rejection_k2": lambda d: math.fsum(x * x for x in d) / len(d) / 2,
+    "rejection_k3": lambda d: math.fsum(math.exp(x) - 1 - x for x in d) / len(d),
+}
+
+
+@pytest.mark.parametrize("bound", REJECTIONS)
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_rows_beyond_a_bound_of_their_divergence_are_rejected(bound: str, budget: int) -> None:
+    """By each mean over a row, from full logits of the policy before the first update."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(LOSSES, "find", lambda name: recorder)
+        policy = small_policy(lr=1e-3)
+        rows = tree_rows(0)[:7]
+        before = [dense_logprobs(policy.model, row).detach() for row in rows]
+        given = [row["logprobs"][row["loss_mask"].bool()] for row in rows]
+        for k in (1, 4):  # in these the policy is the less likely one
+            given[k] = 2 * before[k] - given[k]
+            mask = rows[k]["loss_mask"].bool()
+            own = rows[k]["logprobs"].masked_scatter(mask, given[k].to(rows[k]["logprobs"]))
+            rows[k] = rows[k] | {"logprobs": own}
+            given[k] = own[mask]
+        ratios = [(now - mu).tolist() for now, mu in zip(before, given, strict=True)]
+        means = [REJECTIONS[bound](d) for d in ratios]
+        limit = sorted(means)[3] * 1.001
+        gone = [mean > limit for mean in means]
+        assert sum(gone) == 3
+        policy.train(rows, budget, LossConfig(**{bound: limit}), StepConfig(2), PARTS)
+    expected = [
+        torch.stack([now, torch.full_like(now, float(out))], 1)
+        for now, out in zip(before, gone, strict=True)
+    ]
+    for number in range(4):
+        part = PARTS[number % 2]
+        wanted = sorted_rows(torch.cat([expected[k] for k in part]))
+        tokens, calls = len(wanted), []
+        while tokens > 0:
+            calls.append(recorder.calls.pop(0))
+            tokens -= len(calls[-1]["logprobs"])
+        columns = [torch.cat([c[name] for c in calls]) for name in ("proximal", "rejected")]
+        assert_close([sorted_rows(torch.stack(columns, 1))], [wanted], 1e-9)
+
+
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_the_largest_squares_are_left_out_until_the_others_keep_the_bound(budget: int) -> None:
+    """One after the other, in float64, in the minibatch of each update, by the policy of then."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(LOSSES, "find", lambda name: recorder)
+        policy = small_policy(lr=1e-3)
+        rows = tree_rows(0)[:7]
+        accumulate, seen = policy.accumulate, []
+
+        def spied(*given: Any) -> Any:
+            now = [dense_logprobs(policy.model, row).detach() for row in rows]
+            recorder.calls.clear()
+            result = accumulate(*given)
+            names = ("logprobs", "outlier")
+            found = [torch.cat([call[name] for call in recorder.calls]) for name in names]
+            seen.append((now, torch.stack(found, 1)))
+            return result
+
+        patch.setattr(policy, "accumulate", spied)
+        bound = 1.5
+        policy.train(rows, budget, LossConfig(second_moment=bound), StepConfig(2), PARTS)
+    assert len(seen) == 4
+    for number, (now, found) in enumerate(seen):
+        tokens = [
+            (value, (value - mu) ** 2)
+            for k in PARTS[number % 2]
+            for value, mu in zip(
+                now[k].tolist(),
+                rows[k]["logprobs"][rows[k]["loss_mask"].bool()].tolist(),
+                strict=True,
+            )
+        ]
+        left = sorted(square for _, square in tokens)
+        assert math.fsum(left) / len(left) > bound
+        while left and math.fsum(left) / len(left) > bound:
+            left.pop()
+        assert 0 < len(left) < len(tokens)
+        largest = left[-1]
+        marked = [[value, float(square > largest + 1e-9)] for value, square in tokens]
+        wanted = torch.tensor(marked, dtype=found.dtype)
+        assert_close([sorted_rows(found)], [sorted_rows(wanted)], 1e-9)
+        kept = found[:, 1] == 0
+        assert int(kept.sum()) == len(left)
+
+
+@pytest.mark.parametrize(
+    ("squares", "bound", "gone"),
+    [
+        ([], 1.0, []),
+        ([4.0, 1.0, 1.0], 2.0, [0, 0, 0]),  # their mean is the bound
+        ([4.0, 1.0, 1.0], 1.9, [1, 0, 0]),
+        ([4.0, 4.0, 1.0], 2.9, [1, 1, 0]),  # equal ones together
+        ([4.0, 9.0], 3.9, [1, 1]),  # none keeps it
+    ],
+)
+def test_a_bound_of_the_second_moment_leaves_out_as_few_tokens_as_it_can(
+    squares: list[float], bound: float, gone: list[int]
+) -> None:
+    count = len(squares)
+    row = {"loss_mask": torch.ones(count), "logprobs": torch.zeros(count, dtype=torch.float64)}
+    logprobs = torch.tensor(squares, dtype=torch.float64).sqrt()
+    (found,) = with_outliers([row], [logprobs], bound, None)
+    assert found["outlier"].tolist() == gone
+
+
+def second_moment_law() -> None:
+    test_the_largest_squares_are_left_out_until_the_others_keep_the_bound(9)
+
+
+def rejection_law(bound: str) -> None:
+    test_rows_beyond_a_bound_of_their_divergence_are_rejected(bound, 9)
 
 
 def sorted_rows(table: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ async def test_results_of_runs_side_by_side_are_joined() -> None:
     assert [t.session_id for t in joined] == ["s0", "s1", "s2", "s3"]
     merged = await run(lambda k: tensors([1, 2, 3]) if k else exported("i"))
     assert merged["input_ids"].shape == (4, 3), "results of two kinds become tensors"
+    assert not merged["cut"].any(), "and where no end is known, none was cut off"
     with fails_with(InvalidTrajectory, "'same'"):
         await run(lambda _: exported("same"))
 

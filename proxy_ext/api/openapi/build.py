@@ -48,6 +48,12 @@ _SESSION_HEADER = {
     "description": "The session's id, where the key is not its own.",
     "schema": {"type": "string"},
 }
+_ROLE_HEADER = {
+    "name": "X-Any-Agent-Role",
+    "in": "header",
+    "description": "The name of the agent, of several in the session, that makes the call.",
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"},
+}
 _QUERIES = (
     "Every field of a body of `/rl` routes, `/grant_capacity` and `/export_trajectories` may stand "
     "in the query instead, by its name; objects are JSON there. Where body and query differ, and "
@@ -154,6 +160,8 @@ def _complete_operation(route: str, operation: dict[str, Any], texts: dict[str, 
         _complete_parameter(parameter)
     if 404 in statuses and Scope.SESSION in scopes and "{" not in path:
         parameters.append(_SESSION_HEADER)
+    if method == "POST" and path.removeprefix("/v1") in {api.path for api in all_apis()}:
+        parameters.append(_ROLE_HEADER)
     if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in parameters):
         statuses |= {409, 422, 507}
     for status in sorted(statuses):

@@ -154,6 +154,8 @@ class ArealInteraction(BaseModel):
     interaction_id: str
     parent_id: str | None
     """The interaction that this one continues."""
+    role: str
+    """The agent of the session that made the call; "" for one without a name."""
     messages: list[dict[str, Any]]
     """The request's messages; empty where the run keeps no texts (`sessions.store_content`)."""
     output_message_list: list[dict[str, Any]] | None
@@ -397,6 +399,7 @@ def _exported(one: InteractionWithTokenLogpReward, tree: InteractionTree) -> dic
         "reward": float(one.row["rewards"]),
         "interaction_id": node.id,
         "parent_id": node.parent_id,
+        "role": node.role,
         "messages": one.messages if has_texts else [],
         "output_message_list": one.output_message_list if has_texts else None,
         "completion": chat_completion_of(node, len(response.input_tokens)) if has_texts else None,

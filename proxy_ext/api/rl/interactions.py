@@ -105,6 +105,7 @@ def _page(
                 "parent_id": i.parent_id,
                 "number": number,
                 "depth": depth,
+                "role": i.role,
                 "created_at": i.created_at,
                 "message_delta": cutter.cut(i.message_delta),
                 "output_message": cutter.cut(i.output_message),

@@ -98,7 +98,9 @@ async def test_a_frozen_call_is_answered_and_recorded_untrainable_with_its_cost(
     session = await proxy.open(task_id="t")
     for url in (path, path.removeprefix("/v1"), f"/{session['api_key']}{path}"):
         provider.say("Four", " it", " is.")
-        response = await proxy.post(url, {"model": model, **BODIES[path]}, session["api_key"])
+        named = {"x-any-agent-role": "judge"}
+        key = session["api_key"]
+        response = await proxy.post(url, {"model": model, **BODIES[path]}, key, **named)
         assert response.status_code == 200, response.text
         body = response.json()
         assert said(path, body) == "Four it is."
@@ -109,6 +111,7 @@ async def test_a_frozen_call_is_answered_and_recorded_untrainable_with_its_cost(
     recorded = await proxy.recorded(session["session_id"])
     assert recorded[-1].id == body["id"]
     assert len({each.id for each in recorded}) == len(recorded) == len(provider.requests) == 3
+    assert {each.role for each in recorded} == {"judge"}
     for each in recorded:
         assert is_untrainable(each)
         assert each.model == model

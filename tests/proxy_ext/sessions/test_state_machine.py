@@ -223,6 +223,7 @@ async def test_session_info_shows_state_times_and_rewards(proxy: Proxy) -> None:
         "untrainable_calls": {},
         "roots": 1,
         "root_reasons": {},
+        "roles": {},
         "rewards_given": 1,
     }
     assert 90 < times["expires_in"] <= 100

@@ -69,6 +69,10 @@ async def test_an_advantage_is_the_trainers(settings: dict[str, str]) -> None:
         assert shown == pytest.approx(estimate.advantages[k])
         assert found.mean == pytest.approx(sum(shown) / len(shown))
         assert found.of_call({"untrainable_reason": "discarded", "propagated": 1.0}) is None
+    cut = {"untrainable_reason": None, "propagated": 1.0, "finish_reason": "length"}
+    assert found.of_call(cut) is not None
+    masks = train(**settings, mask_truncated="true")
+    assert (await read(ranks, session("s0"), masks)).of_call(cut) is None
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,7 @@ async def test_an_advantage_is_the_trainers(settings: dict[str, str]) -> None:
     [
         ({"preset": "reinforce_pp"}, Ranks(), "needs more than the group's scores"),
         ({"normalize_std": "batch"}, Ranks(), "the step's whole batch"),
+        ({"group_by": "role"}, Ranks(), "each role's scores"),
         ({"overlong_length": 100, "overlong_buffer": 10}, Ranks(), "changes the returns"),
         ({}, Ranks(session("a"), missing=(1, 2)), "rank 1, 2 does not answer"),
         ({}, Ranks(session("a"), session("b", "rejected", reason="veto")), "b of its group"),

@@ -75,6 +75,7 @@ def test_loss_and_gradient_are_those_of_one_process_for_any_split(size: int) -> 
         # Losses that need the tokens of all processes.
         (2, LossConfig("vespo", off_policy_threshold=0.3, kl_coef=0.1), 3),
         (2, LossConfig("sapo", top_entropy=0.4, kl_coef=0.1), 3),
+        (2, LossConfig("reinforce", second_moment=1.0, rejection_k3=4.0, kl_coef=0.1), 3),
     ],
     ids=lambda c: getattr(c, "name", str(c)),
 )
