@@ -58,8 +58,7 @@ class CommandChannel:
         tensors = {
             f"{k}/{key}": t.contiguous() for k, row in enumerate(rows) for key, t in row.items()
         }
-        data = save(tensors, metadata={"rows": str(len(rows))})
-        self._send(data, lambda part: dist.send(part, rank, self._group))
+        self._send(save(tensors), lambda part: dist.send(part, rank, self._group))
 
     def receive_rows(self) -> list[dict[str, Tensor]]:
         tensors = load(self._receive_from(0))

@@ -29,7 +29,7 @@ from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
 from trainer.lora import Lora
 from trainer.loss import LOSSES, LossConfig
-from trainer.manifests import OptimizerSettings
+from trainer.manifests import SETTINGS
 from trainer.model import PolicyConfig
 from trainer.weight_folders import tokenizer_of
 
@@ -121,14 +121,11 @@ def require_warm_up(c: TrainConfig, steps: int) -> None:
         )
 
 
-def optimizer_settings(c: TrainConfig, step: int, steps: int) -> OptimizerSettings:
-    """Return what :class:`trainer.updates.StepConfig` has of the optimizer, for one step of all."""
-    return {
-        "lr": learning_rate(c, step, steps),
-        "betas": c.betas,
-        "weight_decay": c.weight_decay,
-        "grad_clip": c.grad_clip,
-    }
+def step_settings(c: TrainConfig, step: int, steps: int) -> dict[str, Any]:
+    """Return the settings that decide what one of ``steps`` does, with the loss's own constants."""
+    found = {name: getattr(c, name) for name in SETTINGS} | asdict(loss_config(c))
+    del found["name"]
+    return found | {"lr": learning_rate(c, step, steps)}
 
 
 def seed_all(seed: int) -> None:

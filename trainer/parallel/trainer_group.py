@@ -11,6 +11,7 @@ from typing import Any
 
 from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError
+from trainer import sharded_optimizer
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
@@ -161,6 +162,4 @@ class Follower:
         self.policy.step_commanded(command, self._channel.receive_rows())
 
     def save(self, folder: Path) -> None:
-        from trainer.sharded_optimizer import save_shard
-
-        save_shard(self.policy, folder)
+        sharded_optimizer.save_shard(self.policy, folder)
