@@ -79,11 +79,11 @@ class TrainingBatch:
 
 @dataclass(slots=True)
 class _Member:
-    """What a step knows of a session in its group."""
+    """A session in its group, as a step takes it."""
 
     rewards: SessionRewards
     rows: list[Row]
-    """Those of the counted interactions, still without advantages."""
+    """The rows of the counted interactions, still without advantages."""
     problem: tuple[str, str] | None
     """The reason for which no step can take these rows, and its words."""
     divergences: Sequence[torch.Tensor] = ()

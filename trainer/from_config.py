@@ -75,6 +75,7 @@ def loss_config(c: TrainConfig) -> LossConfig:
 def policy_config(c: TrainConfig) -> PolicyConfig:
     """Return optimizer and device settings; ConfigError for a device or package that is missing."""
     device = _device(c.device)
+    bfloat16 = c.dtype == "bfloat16" or (c.dtype == "auto" and device == "cuda")
     return PolicyConfig(
         lr=c.lr,
         betas=c.betas,
@@ -82,7 +83,7 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         grad_clip=c.grad_clip,
         packing=c.packing,
         gradient_checkpointing=c.gradient_checkpointing,
-        dtype=_dtype(c.dtype, device),
+        dtype=torch.bfloat16 if bfloat16 else None,  # None: float32, like the weights
         compile=device != "cpu" if c.compile is None else c.compile,
         offload=c.offload_optimizer,
         device=device,
@@ -179,13 +180,6 @@ def dump_tokenizer(c: Config, tokenizer: Any) -> Any:
     if not (c.rollout.tokenizer_path and c.rollout.dump_to_file):
         return tokenizer
     return load_hf_tokenizer(c.rollout.tokenizer_path)
-
-
-def _dtype(wanted: str, device: str) -> torch.dtype | None:
-    """Return the type that passes compute in; None: float32, like the weights."""
-    if wanted == "auto":
-        wanted = "bfloat16" if device == "cuda" else "float32"
-    return torch.bfloat16 if wanted == "bfloat16" else None
 
 
 def _device(wanted: str) -> str:

@@ -159,12 +159,10 @@ class GRPOTrainer:
         finally:
             self._stack.close()
         if isinstance(error, StopRequested):
-            self._say(self._how_to_go_on())
-
-    def _how_to_go_on(self) -> str:
-        saved = latest_weights(self.config)
-        kept = f"the checkpoint of step {saved.step} is {saved.path}" if saved else "no checkpoint"
-        return f"trainer   stopped; {kept}; to go on: {shlex.join(sys.orig_argv)}"
+            saved = latest_weights(self.config)
+            kept = f"the checkpoint of step {saved.step} is {saved.path}" if saved else None
+            again = shlex.join(sys.orig_argv)
+            self._say(f"trainer   stopped; {kept or 'no checkpoint'}; to go on: {again}")
 
     def train(
         self,

@@ -97,7 +97,6 @@ class Policy:
             [p for p in self.model.parameters() if p.requires_grad],
             lr=self.config.lr,
             betas=self.config.betas,
-            eps=self.config.eps,
             weight_decay=self.config.weight_decay,
         )
         self.steps = 0

@@ -213,9 +213,7 @@ def summed(stats: LossStats, world: World) -> LossStats:
     """Return the statistics of all processes together; each must call it."""
     names = [f.name for f in fields(stats)]
     values = torch.tensor([float(getattr(stats, name)) for name in names], dtype=torch.float64)
-    values = values.to(world.device)
-    every = [torch.empty_like(values) for _ in range(world.size)]
-    dist.all_gather(every, values)
+    every = gathered(values, world).view(world.size, -1)
     parts = (LossStats(**dict(zip(names, each.tolist(), strict=True))) for each in every)
     out = sum(parts, LossStats())
     for name in ("tokens", "tokens_computed", "tokens_in_rows"):
