@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from any_agent.errors import ConfigError, NotFound, StartupError, TrainingError
+from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.launcher.trial import check_model
 from any_agent.rundir.checksums import damaged_folders, set_aside, sound, write_manifest
 from any_agent.rundir.layout import (
@@ -37,7 +37,6 @@ from any_agent.rundir.layout import (
     saved_steps,
 )
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
-from any_agent.runtime.disk_space import is_disk_full
 from trainer import adapter_files, sharded_optimizer
 from trainer.model import PolicyConfig
 from trainer.policy import Policy
@@ -73,7 +72,8 @@ def save_checkpoint(
             adapter_files.save_adapter(policy, folder / adapter_files.FOLDER)
         extra = folder / "trainer"
         extra.mkdir()
-        _save_optimizer(policy, extra)
+        with policy.commanded({"do": "save", "folder": str(extra)}):
+            sharded_optimizer.save_shard(policy, extra)
         (extra / "state.json").write_text(document, encoding="utf-8")
         write_manifest(folder)
     write_atomic(root / "latest", target.name + "\n")
@@ -197,20 +197,6 @@ def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     for path in removed:
         remove_folder(path)
     return removed
-
-
-def _save_optimizer(policy: Policy, folder: Path) -> None:
-    full: Exception | None = None
-    with policy.commanded({"do": "save", "folder": str(folder)}):
-        try:
-            sharded_optimizer.save_shard(policy, folder)
-        except TrainingError as error:
-            if not is_disk_full(error):
-                raise
-            # Raised once the others have replied: they are needed for another try.
-            full = error
-    if full is not None:
-        raise full
 
 
 def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:

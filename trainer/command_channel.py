@@ -88,38 +88,40 @@ class Leader:
         self._thread.start()
 
     @contextmanager
-    def run(
-        self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None
-    ) -> Iterator[list[str]]:
+    def run(self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None) -> Iterator[None]:
         """Run a command on all processes, the body being the leader's part; ``rows`` are by rank.
 
-        After the body the list has what followers found that is not finite. Raises TrainingError
-        if another process failed. After an exception other than FloatingPointError there is no
-        wait for replies: this process has to end, and the others end with it.
+        Raises TrainingError if another process failed. After a FloatingPointError or TrainingError
+        in the body the others reply as ever, and wait for another command; a FloatingPointError has
+        the place that another process found, if one did. After any other exception there is no wait
+        for replies: this process has to end, and the others end with it.
         """
-        found: list[str] = []
         with self._lock:
             self._unsettled = True
             self._send(command, rows)
             try:
-                yield found
-            except FloatingPointError:
-                self._settle(found)
+                yield
+            except FloatingPointError as error:
+                if found := self._settle():
+                    raise FloatingPointError(found[0]) from error
                 raise
-            self._settle(found)
+            except TrainingError:
+                self._settle()
+                raise
+            self._settle()
 
     def _send(self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None) -> None:
         for rank in range(1, self.world.size):
             self._channel.send(rank, command, rows[rank] if rows else ())
 
-    def _settle(self, found: list[str]) -> None:
+    def _settle(self) -> list[str]:
+        """Return what the others found that is not finite."""
         replies = [self._channel.receive(rank)[0] for rank in range(1, self.world.size)]
         self._unsettled = False
         for rank, reply in enumerate(replies, start=1):
             if reply.get("error"):
                 raise TrainingError(f"training process {rank} failed: {reply['error']}")
-            if reply.get("not_finite"):
-                found.append(reply["not_finite"])
+        return [reply["not_finite"] for reply in replies if reply.get("not_finite")]
 
     def stop(self) -> None:
         """Stop the others, once; after a failed command they do not listen, and end with this."""

@@ -180,14 +180,6 @@ def layers_of(model: Any) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in kinds]
 
 
-def everywhere(true: bool) -> bool:
-    """Return True if it is true in every process of a world; all must call it together."""
-    flag = torch.tensor(int(true))
-    # On the CPU, as in_turn.
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
-
-
 def is_divided(tensor: Tensor) -> bool:
     """Return True if this process has only a share of the tensor: a DTensor."""
     return hasattr(tensor, "full_tensor")
