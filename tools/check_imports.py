@@ -31,8 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """The packages and modules of `any_agent`, lowest first: none imports a later layer."""
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 DOORS = {f"proxy_ext.litellm_{door}" for door in ("shim", "proxy", "policy", "keys")}
-SHARDS = "trainer.sharded_optimizer"
-OF_SHARDS = tuple(f"torch.distributed.{part}" for part in ("checkpoint", "fsdp", "tensor"))
+OF_SHARDS = tuple(f"torch.distributed.{part}" for part in ("fsdp", "tensor"))
 """A second of imports each: a process that trains alone starts without them."""
 
 
@@ -125,9 +124,8 @@ def findings() -> Iterator[str]:
         near = {package_of(each) for each in files[name]}
         mine = package_of(name)
         packages[mine] |= {each for each in near if not related(mine, each)}
-        if name != SHARDS:
-            heavy = [e for e in imports(name, at_import=True) if e.startswith((*OF_SHARDS, SHARDS))]
-            yield from (f"{name} imports {each} at its own start" for each in heavy)
+        heavy = [e for e in imports(name, at_import=True) if e.startswith(OF_SHARDS)]
+        yield from (f"{name} imports {each} at its own start" for each in heavy)
     parts = {part(name) for name in modules() if name.startswith("any_agent.")}
     yield from (f"LAYERS: {each}" for each in sorted(parts ^ LEVEL.keys()))
     yield from circles(files)

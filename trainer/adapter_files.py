@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from any_agent.errors import ConfigError
 from trainer.lora import NAME, Lora, adapter_tensors, layers
 from trainer.policy import Policy
+from trainer.sharded_optimizer import load_shards
 
 FOLDER = "adapter"
 """The adapter's folder in a checkpoint."""
@@ -41,8 +42,6 @@ def save_adapter(policy: Policy, folder: Path) -> None:
 
 def load_adapter(policy: Policy, folder: Path) -> None:
     """Read the adapter's tensors, or this process's shares of them."""
-    from trainer.sharded_optimizer import load_shards
-
     tensors = {_in_file(n): p.detach() for n, p in adapter_tensors(policy.model).items()}
     load_shards(folder, tensors, "the adapter")
 

@@ -11,8 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,6 +89,19 @@ class TrainingBatch:
     """Roles that only one of several sessions of a group has, with `train.group_by` `role`."""
 
 
+@dataclass(slots=True)
+class _Member:
+    """A session in its group, as a step takes it."""
+
+    rewards: SessionRewards
+    rows: list[Row]
+    """The rows of the counted interactions, still without advantages."""
+    problem: tuple[str, str] | None
+    """The reason for which no step can take these rows, and its words."""
+    divergences: Sequence[torch.Tensor] = ()
+    """From the reference, at each trained token of each row."""
+
+
 def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
     """Return each interaction's reward after propagation through the tree, and if it counts.
 
@@ -148,42 +160,25 @@ def training_batch(
     rejected that have a row for which ``misfit`` returns a reason and its words, or one of more
     tokens than the config allows.
     """
-    unfit = partial(_unfit, limit=config.max_row_tokens, misfit=misfit)
-    rewards = [[session_rewards(s, config) for s in group] for group in groups]
-    made = [
-        [_rows(*one, temperature) for one in zip(*both, strict=True)]
-        for both in zip(groups, rewards, strict=True)
-    ]
-    # Of each session's rows, by the numbers of its group and its own.
-    divergences: dict[tuple[int, int], list[torch.Tensor]] = {}
+    members = [[_member(one, config, temperature, misfit) for one in group] for group in groups]
     if config.kl_reward_coef:
         assert reference is not None, "the trainer has a reference model"
-        fit = {
-            (number, place): rows
-            for number, of_group in enumerate(made)
-            for place, rows in enumerate(of_group)
-            if unfit(rows) is None
-        }
-        found = iter(found_divergences(list(chain(*fit.values())), reference))
-        divergences = {place: list(islice(found, len(rows))) for place, rows in fit.items()}
-        rewards = [
-            [
-                less_divergence(r, divergences.get((number, place), ()), config.kl_reward_coef)
-                for place, r in enumerate(of_group)
-            ]
-            for number, of_group in enumerate(rewards)
-        ]
-    estimates = estimate_advantages(rewards, config)
+        fit = [one for of_group in members for one in of_group if one.problem is None]
+        found = iter(found_divergences([row for one in fit for row in one.rows], reference))
+        for one in fit:
+            one.divergences = list(islice(found, len(one.rows)))
+            one.rewards = less_divergence(one.rewards, one.divergences, config.kl_reward_coef)
+    estimates = estimate_advantages([[one.rewards for one in group] for group in members], config)
     batch = TrainingBatch()
     of_rows: list[Row] = []
     owners: list[tuple[int, str]] = []
-    for number, (group, group_rewards, estimate) in enumerate(
-        zip(groups, rewards, estimates, strict=True)
+    for number, (group, of_group, estimate) in enumerate(
+        zip(groups, members, estimates, strict=True)
     ):
         batch.lone_roles += estimate.lone_roles
         dropped = config.dynamic_sampling == "drop" and _outcomes(group, config)[1]
-        for place, (session, r, advantages, score) in enumerate(
-            zip(group, group_rewards, estimate.advantages, estimate.scores, strict=True)
+        for session, one, advantages, score in zip(
+            group, of_group, estimate.advantages, estimate.scores, strict=True
         ):
             if score is not None:
                 batch.scores.append(score)
@@ -196,21 +191,20 @@ def training_batch(
             if dropped:
                 batch.rejected[session.session_id] = "zero_variance"
                 continue
-            rows = made[number][place]
-            if (problem := unfit(rows)) is not None:
-                reason, why = problem
+            if one.problem is not None:
+                reason, why = one.problem
                 log.warning("session %s is not trained on: a row %s", session.session_id, why)
                 batch.rejected[session.session_id] = reason
                 continue
-            counted = (a for a, one in zip(advantages, r.counted, strict=True) if one)
+            counted = (a for a, c in zip(advantages, one.rewards.counted, strict=True) if c)
             rows = [
                 row | {"advantages": torch.tensor(advantage, dtype=torch.float32)}
-                for row, advantage in zip(rows, counted, strict=True)
+                for row, advantage in zip(one.rows, counted, strict=True)
             ]
-            if divergences and config.advantage_estimator in RETURNS_OF_TOKENS:
-                own = divergences[number, place]
+            if config.kl_reward_coef and config.advantage_estimator in RETURNS_OF_TOKENS:
                 factor = 0 if estimate.zero_variance else config.kl_reward_coef / estimate.scale
-                rows = [with_returns(row, d, factor) for row, d in zip(rows, own, strict=True)]
+                pairs = zip(rows, one.divergences, strict=True)
+                rows = [with_returns(row, divergence, factor) for row, divergence in pairs]
             rows, truncated = _without_cut(rows, masks=config.mask_truncated)
             batch.truncated += truncated
             gone = truncated > 0 and not any(map(is_trained, rows))
@@ -238,17 +232,21 @@ def training_batch(
     return batch
 
 
-def _unfit(
-    rows: Sequence[Row], limit: int | None, misfit: Callable[[Row], tuple[str, str] | None]
-) -> tuple[str, str] | None:
-    """Return the reason for which no step can take these rows, and its words; None: one can."""
+def _member(
+    session: Session,
+    config: TrainConfig,
+    temperature: float,
+    misfit: Callable[[Row], tuple[str, str] | None],
+) -> _Member:
+    rewards = session_rewards(session, config)
+    rows, problem, limit = _rows(session, rewards, temperature), None, config.max_row_tokens
     for row in rows:
-        found, length = misfit(row), len(row["input_ids"])
+        problem, length = misfit(row), len(row["input_ids"])
         if limit is not None and length > limit:
-            found = "too_long", f"has {length} tokens, above train.max_row_tokens={limit}"
-        if found is not None:
-            return found
-    return None
+            problem = "too_long", f"has {length} tokens, above train.max_row_tokens={limit}"
+        if problem is not None:
+            break
+    return _Member(rewards, rows, problem)
 
 
 def _weighted_parts(

@@ -10,7 +10,6 @@ from typing import Any
 from any_agent.config import Config
 from any_agent.data import DatasetCursor, RowSource, as_dataset
 from any_agent.errors import TrainingError
-from any_agent.protocol.training import Capacity
 from any_agent.rollout import LeaseExecutor, WorkflowExecutor
 from any_agent.types import SampledSession
 from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow
@@ -33,16 +32,6 @@ class BatchSource:
     executor: LeaseExecutor | WorkflowExecutor
     zero_variance: ZeroVarianceGroups
     """The groups that were left out because they teach nothing."""
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """The numbers of sessions that were rejected before they came into a batch, by reason."""
-        return self.executor.rejected
-
-    @property
-    def capacity(self) -> Capacity | None:
-        """The numbers of sessions that run and that may run, if they are known."""
-        return self.executor.capacity
 
     @property
     def epoch(self) -> float | None:

@@ -4,11 +4,10 @@
 
     step-00000012/            model, configuration, tokenizer: Hugging Face's layout
       trainer/                a folder, because engines load every *.safetensors beside the model
-        optimizer.safetensors   moments by parameter name
-        optimizer/              moments of divided weights, one file per process
-        rng.safetensors         torch's generators
-        state.json              steps, optimizer scalars, Python's and numpy's generators,
-                                and the caller's state
+        optimizer.safetensors   moments by parameter name; with several processes the leading
+                                one's shares, and beside it a file of each other one
+        state.json              steps, optimizer scalars, the generators of torch, Python and
+                                numpy, and the caller's state
       adapter/                with LoRA: the adapter as peft writes it, which is in the model, too
       manifest.json           every other file with its size and checksum, written last
     latest                    the name of the newest checkpoint
@@ -26,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from any_agent.errors import ConfigError, NotFound, StartupError, TrainingError
+from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.launcher.trial import check_model
 from any_agent.rundir.checksums import damaged_folders, set_aside, sound, write_manifest
 from any_agent.rundir.layout import (
@@ -39,12 +37,11 @@ from any_agent.rundir.layout import (
     saved_steps,
 )
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
-from any_agent.runtime.disk_space import is_disk_full
-from trainer import adapter_files
+from trainer import adapter_files, sharded_optimizer
 from trainer.model import PolicyConfig
 from trainer.policy import Policy
 from trainer.weight_folders import save_pretrained, weights_bytes
-from trainer.world import World, is_divided
+from trainer.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,12 @@ FORMAT = 2
 
 
 def save_checkpoint(
-    root: Path, policy: Policy, tokenizer: Any, state: Mapping[str, Any], *, keep: int | None = None
+    root: Path,
+    policy: Policy,
+    tokenizer: Path,
+    state: Mapping[str, Any],
+    *,
+    keep: int | None = None,
 ) -> Path:
     """Write ``root/step-{policy.steps:08d}``, point ``latest`` at it, prune to ``keep``.
 
@@ -70,8 +72,8 @@ def save_checkpoint(
             adapter_files.save_adapter(policy, folder / adapter_files.FOLDER)
         extra = folder / "trainer"
         extra.mkdir()
-        _save_optimizer(policy, extra)
-        save_file(_torch_generators(), extra / "rng.safetensors")
+        with policy.commanded({"do": "save", "folder": str(extra)}):
+            sharded_optimizer.save_shard(policy, extra)
         (extra / "state.json").write_text(document, encoding="utf-8")
         write_manifest(folder)
     write_atomic(root / "latest", target.name + "\n")
@@ -132,7 +134,7 @@ def load_checkpoint(
     policy.steps = saved["steps"]
     policy.runner.choose_as(saved["pass_tokens"])
     # Last: building the model drew random numbers.
-    _restore_generators(load_file(extra / "rng.safetensors"), saved["generators"])
+    _restore_generators(saved["generators"])
     return policy, saved["state"]
 
 
@@ -197,56 +199,26 @@ def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     return removed
 
 
-def _save_optimizer(policy: Policy, folder: Path) -> None:
-    from trainer.sharded_optimizer import moments, save_shard
-
-    state = moments(policy)
-    if policy.world is not None:
-        shares = folder / "optimizer"
-        shares.mkdir()
-        full: Exception | None = None
-        with policy.commanded({"do": "save", "folder": str(shares)}):
-            try:
-                save_shard(policy, shares)
-            except TrainingError as error:
-                if not is_disk_full(error):
-                    raise
-                # Raised once the others have replied: they are needed for another try.
-                full = error
-        if full is not None:
-            raise full
-        # Equal in all processes: the steps that each parameter has seen.
-        state = {name: t for name, t in state.items() if not is_divided(t)}
-    save_file({name: t.contiguous() for name, t in state.items()}, folder / "optimizer.safetensors")
-
-
 def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:
     """Load the moments of this process's parameters, whichever process wrote them."""
-    from trainer.sharded_optimizer import load_shards, names_in
-
-    plain = folder / "optimizer.safetensors"
-    shares = folder / "optimizer"
     # In the optimizer's order.
     parameters = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    with safe_open(plain, framework="pt") as file:
-        kept = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-        alike = {name: file.get_tensor(name) for name, shape in kept.items() if shape == []}
-    owners = {name: name.rsplit("/", 1) for name in sorted(kept.keys() | names_in(shares))}
-    if odd := {owner for owner, _ in owners.values()} - parameters.keys():
-        raise StartupError(
-            f"{folder}: the optimizer's state has a parameter that the model lacks: {min(odd)}"
-        )
-    divided = {
-        name: torch.zeros_like(parameters[owner]).detach()
-        for name, (owner, _) in owners.items()
-        if name not in alike
-    }
-    load_shards(shares if shares.is_dir() else folder, divided)
     index = {name: k for k, name in enumerate(parameters)}
+    moments: dict[str, Tensor] = {}
     state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in (alike | divided).items():
-        owner, key = owners[name]
-        state.setdefault(index[owner], {})[key] = tensor
+    for path in sorted(folder.glob("optimizer*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: shape for name, (_, shape) in sharded_optimizer.places_in(file).items()}
+        for name in sorted(shapes.keys() - moments.keys()):
+            owner, key = name.rsplit("/", 1)
+            if owner not in parameters:
+                raise StartupError(
+                    f"{path}: the optimizer's state has a parameter that the model lacks: {owner}"
+                )
+            like = parameters[owner].detach() if shapes[name] else torch.zeros(())
+            moments[name] = torch.zeros_like(like)
+            state.setdefault(index[owner], {})[key] = moments[name]
+    sharded_optimizer.load_shards(folder, moments)
     now = policy.optimizer.state_dict()["param_groups"]
     merged = [group | saved for group, saved in zip(now, groups, strict=True)]
     policy.optimizer.load_state_dict({"state": state, "param_groups": merged})
@@ -257,38 +229,34 @@ def _state_document(policy: Policy, state: Mapping[str, Any]) -> str:
         {key: value for key, value in group.items() if key != "params"}
         for group in policy.optimizer.state_dict()["param_groups"]
     ]
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    generators = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-    }
     document = {
         "format": FORMAT,
         "steps": policy.steps,
         "pass_tokens": policy.runner.chosen,
         "optimizer": groups,
-        "generators": generators,
+        "generators": _generators(),
         "adapter": adapter_files.record(policy),
         "state": dict(state),
     }
     return json.dumps(document, allow_nan=False)
 
 
-def _torch_generators() -> dict[str, Tensor]:
-    out = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        out |= {f"cuda.{k}": s for k, s in enumerate(torch.cuda.get_rng_state_all())}
-    return out
+def _generators() -> dict[str, Any]:
+    """Return the states of torch's, on CPU and GPUs, Python's and numpy's generators."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": [state.tolist() for state in (torch.get_rng_state(), *gpus)],
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
 
 
-def _restore_generators(tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if torch.cuda.is_available():
-        for k in range(torch.cuda.device_count()):
-            if (key := f"cuda.{k}") in tensors:
-                torch.cuda.set_rng_state(tensors[key], k)
+def _restore_generators(saved: Mapping[str, Any]) -> None:
+    cpu, *gpus = (torch.tensor(state, dtype=torch.uint8) for state in saved["torch"])
+    torch.set_rng_state(cpu)
+    for k, state in enumerate(gpus[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, k)
     version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state(tuple(saved["numpy"]))

@@ -1,11 +1,6 @@
 """Commands of the leading process and replies of the others: JSON and tensors over gloo.
 
-::
-
-    leader                                            followers
-      broadcast_command(command) ── the same to all ──▶  receive_command()
-      send_rows(rank, rows) ──────── each its own ────▶  receive_rows()
-      replies()             ◀──── one from each ────────  reply()
+The leader sends each of the others a command with its rows, and receives a reply from each.
 
 Nothing is pickled. Every wait ends with a TrainingError when a process is gone, because its
 connections break, or when it is silent for `World.timeout`. So while there is nothing to do, the
@@ -34,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _HEARTBEAT_INTERVAL = 10.0
 
+_MESSAGE = "message"
+
 Rows = Sequence[Mapping[str, Tensor]]
 
 
@@ -44,52 +41,33 @@ class CommandChannel:
         self.world = world
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
-    def broadcast_command(self, command: Mapping[str, Any]) -> None:
-        """Send a command from the leader to all others."""
-        self._send(json.dumps(command).encode(), lambda part: dist.broadcast(part, 0, self._group))
-
-    def receive_command(self) -> dict[str, Any]:
-        data = self._receive(lambda part: dist.broadcast(part, 0, self._group))
-        command: dict[str, Any] = json.loads(data)
-        return command
-
-    def send_rows(self, rank: int, rows: Rows) -> None:
-        """Send rows, of any number of tensors each, from the leader to one other."""
+    def send(self, rank: int, message: Mapping[str, Any], rows: Rows = ()) -> None:
+        """Send a message, and rows of any number of tensors each, to another process."""
         tensors = {
             f"{k}/{key}": t.contiguous() for k, row in enumerate(rows) for key, t in row.items()
         }
-        data = save(tensors, metadata={"rows": str(len(rows))})
-        self._send(data, lambda part: dist.send(part, rank, self._group))
+        tensors[_MESSAGE] = _bytes(json.dumps(message).encode())
+        data = _bytes(save(tensors))
+        with _translated_errors():
+            dist.send(torch.tensor([len(data)]), rank, self._group)
+            dist.send(data, rank, self._group)
 
-    def receive_rows(self) -> list[dict[str, Tensor]]:
-        tensors = load(self._receive_from(0))
-        out: dict[int, dict[str, Tensor]] = {}
+    def receive(self, rank: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+        """Receive another process's next message, with its rows."""
+        with _translated_errors():
+            dist.recv(size := torch.zeros(1, dtype=torch.int64), rank, self._group)
+            dist.recv(data := torch.empty(int(size), dtype=torch.uint8), rank, self._group)
+        tensors = load(data.numpy().tobytes())
+        message = json.loads(tensors.pop(_MESSAGE).numpy().tobytes())
+        rows: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             number, key = name.split("/", 1)
-            out.setdefault(int(number), {})[key] = tensor
-        return [out[k] for k in sorted(out)]
+            rows.setdefault(int(number), {})[key] = tensor
+        return message, [rows[k] for k in sorted(rows)]
 
-    def reply(self, reply: Mapping[str, Any]) -> None:
-        """Send a follower's reply to the leader."""
-        self._send(json.dumps(reply).encode(), lambda part: dist.send(part, 0, self._group))
 
-    def replies(self) -> list[dict[str, Any]]:
-        """Receive the replies of all followers, by rank."""
-        return [json.loads(self._receive_from(rank)) for rank in range(1, self.world.size)]
-
-    def _receive_from(self, rank: int) -> bytes:
-        return self._receive(lambda part: dist.recv(part, rank, self._group))
-
-    def _send(self, data: bytes, send: Callable[[Tensor], object]) -> None:
-        with _translated_errors():
-            send(torch.tensor([len(data)]))
-            send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def _receive(self, receive: Callable[[Tensor], object]) -> bytes:
-        with _translated_errors():
-            receive(size := torch.zeros(1, dtype=torch.int64))
-            receive(data := torch.empty(int(size), dtype=torch.uint8))
-        return data.numpy().tobytes()
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class Leader:
@@ -110,37 +88,40 @@ class Leader:
         self._thread.start()
 
     @contextmanager
-    def run(
-        self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None
-    ) -> Iterator[list[str]]:
+    def run(self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None) -> Iterator[None]:
         """Run a command on all processes, the body being the leader's part; ``rows`` are by rank.
 
-        After the body the list has what followers found that is not finite. Raises TrainingError
-        if another process failed. After an exception other than FloatingPointError there is no
-        wait for replies: this process has to end, and the others end with it.
+        Raises TrainingError if another process failed. After a FloatingPointError or TrainingError
+        in the body the others reply as ever, and wait for another command; a FloatingPointError has
+        the place that another process found, if one did. After any other exception there is no wait
+        for replies: this process has to end, and the others end with it.
         """
-        found: list[str] = []
         with self._lock:
             self._unsettled = True
-            self._channel.broadcast_command(command)
-            for rank, part in enumerate(rows or ()):
-                if rank:
-                    self._channel.send_rows(rank, part)
+            self._send(command, rows)
             try:
-                yield found
-            except FloatingPointError:
-                self._settle(found)
+                yield
+            except FloatingPointError as error:
+                if found := self._settle():
+                    raise FloatingPointError(found[0]) from error
                 raise
-            self._settle(found)
+            except TrainingError:
+                self._settle()
+                raise
+            self._settle()
 
-    def _settle(self, found: list[str]) -> None:
-        replies = self._channel.replies()
+    def _send(self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None) -> None:
+        for rank in range(1, self.world.size):
+            self._channel.send(rank, command, rows[rank] if rows else ())
+
+    def _settle(self) -> list[str]:
+        """Return what the others found that is not finite."""
+        replies = [self._channel.receive(rank)[0] for rank in range(1, self.world.size)]
         self._unsettled = False
         for rank, reply in enumerate(replies, start=1):
             if reply.get("error"):
                 raise TrainingError(f"training process {rank} failed: {reply['error']}")
-            if reply.get("not_finite"):
-                found.append(reply["not_finite"])
+        return [reply["not_finite"] for reply in replies if reply.get("not_finite")]
 
     def stop(self) -> None:
         """Stop the others, once; after a failed command they do not listen, and end with this."""
@@ -150,7 +131,7 @@ class Leader:
             if not self._unsettled:
                 self._unsettled = True
                 try:
-                    self._channel.broadcast_command({"do": "stop"})
+                    self._send({"do": "stop"})
                 except TrainingError as error:
                     log.warning("cannot stop the other training processes: %s", error.message)
 

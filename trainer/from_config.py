@@ -29,7 +29,7 @@ from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
 from trainer.lora import Lora
 from trainer.loss import LOSSES, LossConfig
-from trainer.manifests import OptimizerSettings
+from trainer.manifests import SETTINGS
 from trainer.model import PolicyConfig
 from trainer.weight_folders import tokenizer_of
 
@@ -75,6 +75,7 @@ def loss_config(c: TrainConfig) -> LossConfig:
 def policy_config(c: TrainConfig) -> PolicyConfig:
     """Return optimizer and device settings; ConfigError for a device or package that is missing."""
     device = _device(c.device)
+    bfloat16 = c.dtype == "bfloat16" or (c.dtype == "auto" and device == "cuda")
     return PolicyConfig(
         lr=c.lr,
         betas=c.betas,
@@ -82,7 +83,7 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         grad_clip=c.grad_clip,
         packing=c.packing,
         gradient_checkpointing=c.gradient_checkpointing,
-        dtype=_dtype(c.dtype, device),
+        dtype=torch.bfloat16 if bfloat16 else None,  # None: float32, like the weights
         compile=device != "cpu" if c.compile is None else c.compile,
         offload=c.offload_optimizer,
         device=device,
@@ -121,14 +122,11 @@ def require_warm_up(c: TrainConfig, steps: int) -> None:
         )
 
 
-def optimizer_settings(c: TrainConfig, step: int, steps: int) -> OptimizerSettings:
-    """Return what :class:`trainer.updates.StepConfig` has of the optimizer, for one step of all."""
-    return {
-        "lr": learning_rate(c, step, steps),
-        "betas": c.betas,
-        "weight_decay": c.weight_decay,
-        "grad_clip": c.grad_clip,
-    }
+def step_settings(c: TrainConfig, step: int, steps: int) -> dict[str, Any]:
+    """Return the settings that decide what one of ``steps`` does, with the loss's own constants."""
+    found = {name: getattr(c, name) for name in SETTINGS} | asdict(loss_config(c))
+    del found["name"]
+    return found | {"lr": learning_rate(c, step, steps)}
 
 
 def seed_all(seed: int) -> None:
@@ -182,13 +180,6 @@ def dump_tokenizer(c: Config, tokenizer: Any) -> Any:
     if not (c.rollout.tokenizer_path and c.rollout.dump_to_file):
         return tokenizer
     return load_hf_tokenizer(c.rollout.tokenizer_path)
-
-
-def _dtype(wanted: str, device: str) -> torch.dtype | None:
-    """Return the type that passes compute in; None: float32, like the weights."""
-    if wanted == "auto":
-        wanted = "bfloat16" if device == "cuda" else "float32"
-    return torch.bfloat16 if wanted == "bfloat16" else None
 
 
 def _device(wanted: str) -> str:

@@ -9,9 +9,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from transformers.utils import logging as transformers_logging
 
@@ -51,14 +50,11 @@ from trainer.world import World
 _print = partial(print, flush=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Workflows:
-    """The workflows of one call of :meth:`GRPOTrainer.train`, with their arguments."""
+class _Given(NamedTuple):
+    """A workflow of one call of :meth:`GRPOTrainer.train`, with its arguments."""
 
-    train: WorkflowLike | None
-    train_kwargs: Mapping[str, Any] | None
-    eval: WorkflowLike | None
-    eval_kwargs: Mapping[str, Any] | None
+    workflow: WorkflowLike | None
+    kwargs: Mapping[str, Any] | None
 
 
 class GRPOTrainer:
@@ -108,7 +104,6 @@ class GRPOTrainer:
         self._world: World | None = None
         self._leader: Leader | None = None
         self._loop: TrainingLoop | None = None
-        self._evaluation: TrialEvaluation | None = None
         self._evaluator: WorkflowExecutor | None = None
         self._stack = ExitStack()
 
@@ -159,12 +154,10 @@ class GRPOTrainer:
         finally:
             self._stack.close()
         if isinstance(error, StopRequested):
-            self._say(self._how_to_go_on())
-
-    def _how_to_go_on(self) -> str:
-        saved = latest_weights(self.config)
-        kept = f"the checkpoint of step {saved.step} is {saved.path}" if saved else "no checkpoint"
-        return f"trainer   stopped; {kept}; to go on: {shlex.join(sys.orig_argv)}"
+            saved = latest_weights(self.config)
+            kept = f"the checkpoint of step {saved.step} is {saved.path}" if saved else None
+            again = shlex.join(sys.orig_argv)
+            self._say(f"trainer   stopped; {kept or 'no checkpoint'}; to go on: {again}")
 
     def train(
         self,
@@ -192,18 +185,16 @@ class GRPOTrainer:
         from; StartupError when a part of the service ends for good; and StopRequested, a
         SystemExit, when Ctrl-C or SIGTERM ended it, after the current step and with a checkpoint.
         """
-        workflows = _Workflows(
-            chosen_workflow(self.config, "workflow", workflow),
-            workflow_kwargs,
-            chosen_workflow(self.config, "eval_workflow", eval_workflow),
-            eval_workflow_kwargs,
+        trained = _Given(chosen_workflow(self.config, "workflow", workflow), workflow_kwargs)
+        evaluated = _Given(
+            chosen_workflow(self.config, "eval_workflow", eval_workflow), eval_workflow_kwargs
         )
-        self._require_runnable(workflows)
+        self._require_runnable(trained, evaluated)
         if self._follows:
             return self._follow()
         self._serve()
-        self._loop = loop = self._make_loop(workflows, dynamic_filter_fn)
-        self._signals.stop = self._stop
+        self._loop = loop = self._make_loop(trained, evaluated, dynamic_filter_fn)
+        self._signals.stop = loop.stop
         with ExitStack() as stack:
             stack.callback(self._trained)
             stack.enter_context(loop.heartbeat())
@@ -245,23 +236,21 @@ class GRPOTrainer:
             for line in listening(c, self._service.node.url):
                 self._say(line)
 
-    def _require_runnable(self, given: _Workflows) -> None:
+    def _require_runnable(self, trained: _Given, evaluated: _Given) -> None:
         """Raise ConfigError for a workflow without data, data without one, or no workflow."""
-        if (given.train is None) != (self.train_dataset is None):
+        if (trained.workflow is None) != (self.train_dataset is None):
             has, lacks = ("workflow", "train_dataset")
-            if given.train is None:
+            if trained.workflow is None:
                 has, lacks = lacks, has
             raise ConfigError(
                 f"a {has} was given, but no {lacks}: a workflow runs on the items of a dataset, "
                 "GRPOTrainer(config, train_dataset=...).train(workflow=...), or the setting "
                 "workflow=my_agent.MyAgent. With neither, external agents are trained on"
             )
-        if given.train is not None:
-            require_workflow(given.train, given.train_kwargs)
-        if given.eval is not None:
-            require_workflow(given.eval, given.eval_kwargs)
-        nothing_to_run = given.train is None and given.eval is None
-        if self._evaluates and (self.valid_dataset is None or nothing_to_run):
+        given = [one for one in (trained, evaluated) if one.workflow is not None]
+        for one in given:
+            require_workflow(*one)
+        if self._evaluates and (self.valid_dataset is None or not given):
             lacks = "valid_dataset" if self.valid_dataset is None else "eval_workflow"
             raise ConfigError(
                 f"eval.every or eval.at_start is set, but there is no {lacks}: an evaluation "
@@ -272,24 +261,24 @@ class GRPOTrainer:
     def _evaluates(self) -> bool:
         return self.config.eval.every > 0 or self.config.eval.at_start
 
-    def _make_loop(self, given: _Workflows, accept: Callable[[Any], bool] | None) -> TrainingLoop:
+    def _make_loop(
+        self, trained: _Given, evaluated: _Given, accept: Callable[[Any], bool] | None
+    ) -> TrainingLoop:
         dataset = self.train_dataset
         # Before the model is loaded, so that a workflow that cannot be run fails at once.
-        workflow, eval_workflow = self._resolve(given)
+        workflow, eval_workflow = self._resolve(trained, evaluated)
         source = None
         if workflow is not None and dataset is not None:
             source = DatasetBatches(self.config, dataset, workflow, accept, self._make_executor())
-        loop = TrainingLoop(
-            self.config,
-            source=source,
-            say=self._say,
-            leader=self._leader,
-        )
-        self._evaluation = self._make_evaluation(eval_workflow, source, loop)
-        loop.evaluate = self._evaluation or loop.evaluate
+        loop = TrainingLoop(self.config, source=source, say=self._say, leader=self._leader)
+        evaluation = self._make_evaluation(eval_workflow, source, loop)
+        if evaluation is not None:
+            loop.evaluate, loop.interrupt_evaluation = evaluation, evaluation.interrupt
         return loop
 
-    def _resolve(self, given: _Workflows) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
+    def _resolve(
+        self, trained: _Given, evaluated: _Given
+    ) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
         """Return the workflows to train on and to evaluate; one object where both are the same.
 
         Without a workflow of its own an evaluation runs the one that is trained, with its arguments
@@ -297,14 +286,15 @@ class GRPOTrainer:
         """
         agents = agent_service(self.config, self.dir, self._service.node.local_url)
         workflow = None
-        if given.train is not None:
-            workflow = resolve_workflow(given.train, given.train_kwargs, agents=agents)
-        evaluated, kwargs = given.eval, given.eval_kwargs
-        if evaluated is None:
-            evaluated, kwargs = given.train, given.train_kwargs if kwargs is None else kwargs
-        if evaluated is None or (evaluated == given.train and kwargs is given.train_kwargs):
+        if trained.workflow is not None:
+            workflow = resolve_workflow(*trained, agents=agents)
+        if evaluated.workflow is None:
+            own = trained.kwargs if evaluated.kwargs is None else evaluated.kwargs
+            evaluated = _Given(trained.workflow, own)
+        same = evaluated.workflow == trained.workflow and evaluated.kwargs is trained.kwargs
+        if evaluated.workflow is None or same:
             return workflow, workflow
-        return workflow, resolve_workflow(evaluated, kwargs, agents=agents)
+        return workflow, resolve_workflow(*evaluated, agents=agents)
 
     def _make_evaluation(
         self,
@@ -344,15 +334,9 @@ class GRPOTrainer:
             self._evaluator.release(self._loop.metrics.version)
         return self._evaluator
 
-    def _stop(self) -> None:
-        if self._loop is not None:
-            self._loop.stop()
-        if self._evaluation is not None:
-            self._evaluation.interrupt()
-
     def _trained(self) -> None:
         self._signals.stop = None
-        self._loop = self._evaluation = None
+        self._loop = None
         if self._evaluator is not None:
             self._evaluator.stop()
             self._evaluator = None
@@ -361,8 +345,6 @@ class GRPOTrainer:
         """End training, from the service's thread: it would wait for ever."""
         if self._loop is not None:
             self._loop.fail(error)
-        if self._evaluation is not None:
-            self._evaluation.interrupt()
         if self._signals.installed:
             # This ends any other wait, too: the handler raises the error.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -77,6 +77,8 @@ class TrainingLoop:
         self.evaluate: Callable[[int, bool], object] = lambda step, last: None
         """Called at the start, after every step, and at the end, with the number of steps behind
         the served weights, and True if no more steps follow."""
+        self.interrupt_evaluation: Callable[[], object] = lambda: None
+        """Ends this and any later evaluation; safe in a signal handler."""
         self.consumed = ConsumedSessions()
         zero_variance = ZeroVarianceGroups(config.train)
         self._epoch: int | None = None
@@ -134,14 +136,17 @@ class TrainingLoop:
     def stop(self) -> None:
         """End after the current step, with a checkpoint; safe in a signal handler."""
         self._stopping = True
-        self.disk.stop()
-        self.source.interrupt()
+        self._interrupt()
 
     def fail(self, error: BaseException) -> None:
         """Let :meth:`train` raise ``error`` instead of waiting on: the service is gone."""
         self._failure = error
+        self._interrupt()
+
+    def _interrupt(self) -> None:
         self.disk.stop()
         self.source.interrupt()
+        self.interrupt_evaluation()
 
     def train(self) -> bool:
         """Make the configured number of train steps, from the latest checkpoint if any.

@@ -6,12 +6,13 @@ A trainer that resumes from a checkpoint repeats the later steps from their mani
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import groupby, islice
+from dataclasses import asdict, dataclass, fields
+from itertools import count, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -23,18 +24,20 @@ from any_agent.rollout import Consumed
 from any_agent.rundir.layout import numbered, write_json
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
+from trainer.loss import LossConfig
 
 FORMAT = 2
-OptimizerSettings: TypeAlias = dict[str, float | tuple[float, float]]
 # fmt: off
 SETTINGS = (
     "discount", "normalize_std", "dynamic_sampling", "max_row_tokens", "preset",
     "advantage_estimator", "aggregation", "constant_length", "overlong_length", "overlong_buffer",
     "overlong_penalty", "minibatches", "epochs_per_batch", "kl_reward_coef", "reference_model",
     "group_by", "mask_truncated",
+    "lr", "betas", "weight_decay", "grad_clip", "loss",
+    *(constant.name for constant in fields(LossConfig) if constant.name != "name"),
 )
 # fmt: on
-"""The settings of `train` that decide what a step does, beside those of loss and optimizer."""
+"""The settings of `train` that decide what a step does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +58,16 @@ class Manifest:
     """The train steps behind each weight version that sampled a token."""
     eta: int
     settings: dict[str, Any]
-    """The settings of `train` that the step was made with, :data:`SETTINGS`."""
-    loss: dict[str, Any]
-    """The fields of :class:`trainer.loss.LossConfig`."""
-    optimizer: OptimizerSettings
-    """The optimizer's settings in this step, with its learning rate."""
+    """The settings of `train` that the step was made with, :data:`SETTINGS`: `lr` is its own
+    learning rate."""
     pass_tokens: dict[str, int]
     """The passes that were chosen, :attr:`trainer.pass_runner.PassRunner.chosen`."""
-    positions: list[int] = field(default_factory=list)
+    positions: list[int]
     """The items of the dataset that this step finishes: those of its groups, and those that were
     left out since the step before, because they gave nothing to train on."""
-    reference: dict[str, Any] | None = None
+    reference: dict[str, Any] | None
     """The name and the weights of the reference model; None without one."""
-    origin: dict[str, Any] | None = None
+    origin: dict[str, Any] | None
     """:attr:`trainer.run_checkpoints.RunCheckpoints.origin`."""
 
     def __post_init__(self) -> None:
@@ -220,46 +220,23 @@ class ConsumedSessions(dict[str, Consumed]):
             self |= dict.fromkeys(entry["sessions"], Consumed(entry["step"], entry["rejected"]))
 
 
-_TOKENS = {
-    "input_ids": np.int32,
-    "loss_mask": np.int32,
-    "logprobs": np.float32,
-    "versions": np.int32,
-    "attention_mask": np.bool_,
-    "cut": np.bool_,
-}
-"""The tensors of a row, each [seq_len], and their types. A row without ``cut`` has no output that
-is known to be cut off."""
 _HEADER = ("session_id", "group_id", "task_id", "temperatures", "roles")
-"""The other fields of a sampled session, which the file's header has."""
+"""The fields of a sampled session, but for its rows, which the file's header has."""
 
 
 def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
     """Write a step's sampled sessions durably; an earlier file is replaced.
 
     Sessions of external agents are in their ranks' journals; the sessions that a workflow of this
-    process returned are nowhere else. The file has the rows' tensors one after the other, and in
-    its header what belongs to which session.
+    process returned are nowhere else. The file has the tensors of each row by the row's number, and
+    in its header what belongs to which session.
     """
     rows = [row for session in sessions for row in session.rows]
-    tensors: dict[str, np.ndarray] = {
-        name: np.concatenate([*(_of_row(row, name) for row in rows), np.empty(0, kind)]).astype(
-            kind
-        )
-        for name, kind in _TOKENS.items()
+    tensors = {
+        f"{k}/{name}": np.asarray(t) for k, row in enumerate(rows) for name, t in row.items()
     }
-    tensors["lengths"] = np.array([len(row["input_ids"]) for row in rows], np.int64)
-    # In full precision: advantages are computed from them.
-    tensors["rewards"] = np.array([float(row["rewards"]) for row in rows], np.float64)
     header = [{name: getattr(session, name) for name in _HEADER} for session in sessions]
-    metadata = {"format": str(FORMAT), "sessions": json.dumps(header)}
-    write_atomic(path, save(tensors, metadata=metadata))
-
-
-def _of_row(row: Row, name: str) -> np.ndarray:
-    if name == "cut" and name not in row:
-        return np.zeros(len(row["input_ids"]), np.bool_)
-    return row[name]
+    write_atomic(path, save(tensors, metadata={"sessions": json.dumps(header)}))
 
 
 def read_sessions(path: Path) -> dict[str, SampledSession]:
@@ -270,28 +247,19 @@ def read_sessions(path: Path) -> dict[str, SampledSession]:
     if not path.exists():
         return {}
     try:
+        rows: defaultdict[int, Row] = defaultdict(dict)
         with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != str(FORMAT):
-                raise ValueError("it was written by another version of any-agent")
-            header = json.loads(metadata["sessions"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        rows = iter(_rows(tensors))
+            header = json.loads(file.metadata()["sessions"])
+            for key in file.keys():  # noqa: SIM118
+                number, name = key.split("/")
+                rows[int(number)][name] = file.get_tensor(key)
+        numbers = count()
         return {
             one["session_id"]: SampledSession(
-                rows=[next(rows) for _ in one["temperatures"]],
+                rows=[rows[next(numbers)] for _ in one["temperatures"]],
                 **{name: one[name] for name in _HEADER},
             )
             for one in header
         }
-    except (OSError, ValueError, KeyError, TypeError, StopIteration, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-
-
-def _rows(tensors: dict[str, np.ndarray]) -> list[Row]:
-    ends = np.cumsum(tensors["lengths"])
-    rows = []
-    for start, end, reward in zip(ends - tensors["lengths"], ends, tensors["rewards"], strict=True):
-        row = {name: tensors[name][start:end] for name in _TOKENS}
-        rows.append(row | {"rewards": np.asarray(reward)})
-    return rows

@@ -7,15 +7,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from any_agent.runtime.disk_space import DiskSpace
-from any_agent.runtime.metrics import Exposition, Metric, Reading
+from any_agent.runtime.metrics import Exposition, Metric, Reading, Values
 
-STEP = Metric("any_agent_train_step", "gauge", "Train steps made in this trial.")
-VERSION = Metric(
-    "any_agent_train_version", "gauge", "The highest weight version ever published in this trial."
+
+def _gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", meaning, labels)
+
+
+def _counter(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "counter", meaning, labels)
+
+
+STEP = _gauge("any_agent_train_step", "Train steps made in this trial.")
+VERSION = _gauge(
+    "any_agent_train_version", "The highest weight version ever published in this trial."
 )
-DISK_FULL = Metric(
+DISK_FULL = _gauge(
     "any_agent_train_disk_full",
-    "gauge",
     "1 while the trainer waits for space on a full disk; it goes on by itself.",
 )
 PHASES: Mapping[str, str] = {
@@ -30,181 +38,155 @@ PHASES: Mapping[str, str] = {
     "evaluate": "an evaluation",
 }
 """The phases in their order. The last three follow a step's line, and stand in the next one."""
-SECONDS = Metric(
+SECONDS = _counter(
     "any_agent_train_seconds_total",
-    "counter",
     "Seconds of training by phase, up to the latest step's line: "
     + ", ".join(f"{phase} ({what})" for phase, what in PHASES.items())
     + ".",
-    ("phase",),
+    "phase",
 )
-TOKENS_COMPUTED = Metric(
+TOKENS_COMPUTED = _counter(
     "any_agent_train_tokens_computed_total",
-    "counter",
     "Tokens that went through the model with a gradient, padding included.",
 )
-TOKENS_IN_ROWS = Metric(
+TOKENS_IN_ROWS = _counter(
     "any_agent_train_tokens_in_rows_total",
-    "counter",
     "Tokens of the rows trained on, prompts included. Divided by the computed ones: below 1 is "
     "padding, above 1 are shared prefixes that were computed once.",
 )
-TOKENS = Metric(
+TOKENS = _counter(
     "any_agent_train_tokens_total",
-    "counter",
     "Sampled tokens trained on, in each epoch of a batch; its rate is tokens/s.",
 )
-INTERACTIONS = Metric("any_agent_train_interactions_total", "counter", "Interactions trained on.")
-TRAINED = Metric("any_agent_train_sessions_total", "counter", "Sessions trained on.")
-REJECTED = Metric(
+INTERACTIONS = _counter("any_agent_train_interactions_total", "Interactions trained on.")
+TRAINED = _counter("any_agent_train_sessions_total", "Sessions trained on.")
+REJECTED = _counter(
     "any_agent_train_sessions_rejected_total",
-    "counter",
     "Sessions that were not trained on, by reason; zero_variance: all of their group scored alike.",
-    ("reason",),
+    "reason",
 )
-SINCE_REWARD = Metric(
+SINCE_REWARD = _gauge(
     "any_agent_train_since_step_reward_mean",
-    "gauge",
     "Mean score of all sessions that came since the latest step's line, those that are not trained "
     "on among them; absent while there is none.",
 )
-SINCE_SESSIONS = Metric(
+SINCE_SESSIONS = _gauge(
     "any_agent_train_since_step_sessions",
-    "gauge",
     "Sessions with a score that came since the latest step's line; dull: all of their group scored "
     "alike.",
-    ("dull",),
+    "dull",
 )
-_STEP_GAUGES: Mapping[str, Metric] = {
-    "reward": Metric(
-        "any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions."
-    ),
-    "truncated": Metric(
+_OF_STEP: Mapping[str, Metric] = {
+    "reward": _gauge("any_agent_train_reward_mean", "Mean score of the latest step's sessions."),
+    "truncated": _gauge(
         "any_agent_train_truncated_rows",
-        "gauge",
         "Rows of the latest batch with an output that train.mask_truncated left out of the loss.",
     ),
-    "lone_roles": Metric(
+    "lone_roles": _gauge(
         "any_agent_train_lone_roles",
-        "gauge",
         "Roles in the latest batch that only one of several sessions of its group has: with "
         "train.group_by=role they have no baseline, and advantages of 0.",
     ),
-    "staleness_mean": Metric(
+    "staleness_mean": _gauge(
         "any_agent_train_staleness_mean_steps",
-        "gauge",
         "Steps by which the tokens that the latest step trained on were behind, mean.",
     ),
-    "staleness_max": Metric(
-        "any_agent_train_staleness_max_steps", "gauge", "The same of the oldest token."
+    "staleness_max": _gauge("any_agent_train_staleness_max_steps", "The same of the oldest token."),
+    "grad_norm": _gauge(
+        "any_agent_train_grad_norm", "The gradient's norm before clipping, latest step."
     ),
-    "grad_norm": Metric(
-        "any_agent_train_grad_norm", "gauge", "The gradient's norm before clipping, latest step."
+    "learning_rate": _gauge(
+        "any_agent_train_learning_rate", "The learning rate of the latest step."
     ),
-    "learning_rate": Metric(
-        "any_agent_train_learning_rate", "gauge", "The learning rate of the latest step."
-    ),
-    "loss": Metric("any_agent_train_loss", "gauge", "The policy loss of the latest step."),
-    "mismatch": Metric(
+    "loss": _gauge("any_agent_train_loss", "The policy loss of the latest step."),
+    "mismatch": _gauge(
         "any_agent_train_logprob_mismatch",
-        "gauge",
         "E[r - log r - 1], r the trainer's over the engine's probability of a sampled token, "
         "latest step: how far engine and trainer disagree (nats). Near 0, but for staleness: an "
         "older token was sampled before the weights changed.",
     ),
-    "mismatch_fresh": Metric(
+    "mismatch_fresh": _gauge(
         "any_agent_train_logprob_mismatch_fresh",
-        "gauge",
         "The same over tokens of age 0, which the step's own weights sampled: near 0. Absent where "
         "the latest step had none.",
     ),
-    "mismatch_max": Metric(
+    "mismatch_max": _gauge(
         "any_agent_train_logprob_difference_max",
-        "gauge",
         "The largest difference of a token's log-probabilities in engine and trainer, latest step "
         "(nats).",
     ),
-    "is_capped": Metric(
+    "is_capped": _gauge(
         "any_agent_train_capped_ratio",
-        "gauge",
         "Share of the latest step's tokens whose importance weight was truncated.",
     ),
-    "is_masked": Metric(
+    "is_masked": _gauge(
         "any_agent_train_masked_ratio",
-        "gauge",
         "Share of the latest step's tokens that train.is_mode=mask, train.off_policy_threshold, "
         "train.rejection_k1, _k2, _k3 or train.second_moment took out of the gradient.",
     ),
-    "weight": Metric(
+    "weight": _gauge(
         "any_agent_train_importance_weight_mean",
-        "gauge",
         "Mean importance weight (trainer's over engine's probability, capped), latest step.",
     ),
-    "entropy": Metric(
-        "any_agent_train_entropy_nats", "gauge", "Mean entropy of the policy at trained tokens."
+    "entropy": _gauge(
+        "any_agent_train_entropy_nats", "Mean entropy of the policy at trained tokens."
     ),
-    "kl": Metric(
+    "kl": _gauge(
         "any_agent_train_reference_kl_nats",
-        "gauge",
         "Mean estimate of the divergence from the reference at trained tokens; 0 without one.",
+    ),
+    "cut": _gauge(
+        "any_agent_train_cut_ratio",
+        "Share of the latest batch's outputs that were cut by their length.",
     ),
 }
 """Gauges of the latest step, by their names in its line of metrics.jsonl."""
-CLIPPED = Metric(
+CLIPPED = _gauge(
     "any_agent_train_clipped_ratio",
-    "gauge",
     "Share of the latest step's tokens whose probability ratio was clipped, at either side.",
-    ("side",),
+    "side",
 )
-STALENESS = Metric(
+STALENESS = _gauge(
     "any_agent_train_staleness_ratio",
-    "gauge",
     "Share of the latest step's trained tokens by their age in steps.",
-    ("age",),
+    "age",
 )
-LENGTHS = Metric(
+LENGTHS = _gauge(
     "any_agent_train_length",
-    "gauge",
     "Lengths in the latest batch: tokens of a call's prompt, of its output, turns of a session.",
-    ("of", "statistic"),
+    "of",
+    "statistic",
 )
-CUT = Metric(
-    "any_agent_train_cut_ratio",
-    "gauge",
-    "Share of the latest batch's outputs that were cut by their length.",
-)
-TRACKER_FAILURES = Metric(
+TRACKER_FAILURES = _counter(
     "any_agent_train_tracker_failures_total",
-    "counter",
     "Failures of a tracker (tracking.to), which is tried again and gets what it lacks.",
-    ("tracker",),
+    "tracker",
 )
-EVAL_STEP = Metric("any_agent_eval_step", "gauge", "The step that was evaluated last.")
-EVAL_REWARD = Metric(
-    "any_agent_eval_reward_mean", "gauge", "Mean reward over the items of the latest evaluation."
+EVAL_STEP = _gauge("any_agent_eval_step", "The step that was evaluated last.")
+EVAL_REWARD = _gauge(
+    "any_agent_eval_reward_mean", "Mean reward over the items of the latest evaluation."
 )
-EVAL_CI95 = Metric(
+EVAL_CI95 = _gauge(
     "any_agent_eval_reward_ci95",
-    "gauge",
     "The 95 % confidence interval of that mean; bound: low or high.",
-    ("bound",),
+    "bound",
 )
-EVAL_EPISODES = Metric(
+EVAL_EPISODES = _counter(
     "any_agent_eval_episodes_total",
-    "counter",
     "Runs of evaluations by outcome: scored, or the reason for no score.",
-    ("outcome",),
+    "outcome",
 )
-EVAL_SECONDS = Metric("any_agent_eval_seconds_total", "counter", "Seconds spent on evaluations.")
+EVAL_SECONDS = _counter("any_agent_eval_seconds_total", "Seconds spent on evaluations.")
 
-_TOTALS = (TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS, INTERACTIONS, TRAINED, EVAL_SECONDS)
-_LABELLED_TOTALS = (SECONDS, REJECTED, EVAL_EPISODES)
+_COUNTERS = (
+    *(SECONDS, TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS, INTERACTIONS, TRAINED, REJECTED),
+    *(EVAL_EPISODES, EVAL_SECONDS),
+)
 METRICS = (
-    *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS),
-    *(INTERACTIONS, TRAINED, REJECTED, SINCE_REWARD, SINCE_SESSIONS),
-    *(*_STEP_GAUGES.values(), CLIPPED),
-    *(STALENESS, LENGTHS, CUT),
-    *(TRACKER_FAILURES, EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
+    *(STEP, VERSION, DISK_FULL, SINCE_REWARD, SINCE_SESSIONS),
+    *_COUNTERS,
+    *_OF_STEP.values(),
+    *(CLIPPED, STALENESS, LENGTHS, TRACKER_FAILURES, EVAL_STEP, EVAL_REWARD, EVAL_CI95),
 )
 
 
@@ -230,9 +212,9 @@ class TrainerMetrics:
         self.disk = disk or DiskSpace()
         self.version = 0
         self._step = 0
-        self._totals: dict[Metric, float] = dict.fromkeys(_TOTALS, 0)
-        self._labelled: dict[Metric, Counter[str]] = {m: Counter() for m in _LABELLED_TOTALS}
-        self._labelled[SECONDS].update(dict.fromkeys(PHASES, 0))
+        self._counts: dict[Metric, Counter[str]] = {metric: Counter() for metric in _COUNTERS}
+        """Numbers by the value of the metric's label, "" if it has none."""
+        self._counts[SECONDS].update(dict.fromkeys(PHASES, 0))
         self._latest: Mapping[str, Any] = {}
         self._evaluated: Mapping[str, Any] = {}
 
@@ -242,23 +224,23 @@ class TrainerMetrics:
 
     def record_step(self, line: Mapping[str, Any]) -> None:
         """Record a finished step from its line of metrics.jsonl."""
-        self._labelled[SECONDS].update(line["seconds"])
-        self._totals[TOKENS] += int(line["tokens"])
-        self._totals[TOKENS_COMPUTED] += int(line["tokens_computed"])
-        self._totals[TOKENS_IN_ROWS] += int(line["tokens_in_rows"])
-        self._totals[INTERACTIONS] += line["interactions"]
+        self._counts[SECONDS].update(line["seconds"])
+        self._counts[TOKENS][""] += int(line["tokens"])
+        self._counts[TOKENS_COMPUTED][""] += int(line["tokens_computed"])
+        self._counts[TOKENS_IN_ROWS][""] += int(line["tokens_in_rows"])
+        self._counts[INTERACTIONS][""] += line["interactions"]
         self._latest = line
 
     def record_sessions(self, trained: Collection[str], rejected: Mapping[str, str]) -> None:
         """Record the fate of a batch's sessions; ``rejected`` has the reasons."""
-        self._totals[TRAINED] += len(trained)
-        self._labelled[REJECTED].update(rejected.values())
+        self._counts[TRAINED][""] += len(trained)
+        self._counts[REJECTED].update(rejected.values())
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
         """Record a finished evaluation from its line of metrics.jsonl."""
         found = line["eval"]
-        self._labelled[EVAL_EPISODES].update({"scored": found["episodes"], **found["failed"]})
-        self._totals[EVAL_SECONDS] += found["seconds"]
+        self._counts[EVAL_EPISODES].update({"scored": found["episodes"], **found["failed"]})
+        self._counts[EVAL_SECONDS][""] += found["seconds"]
         self._evaluated = line
 
     def exposition(self) -> Exposition:
@@ -270,32 +252,33 @@ class TrainerMetrics:
         yield DISK_FULL, int(self.disk.waiting is not None)
         if since := self._since_step():
             dull = since["dull"]
-            yield SINCE_SESSIONS, {("false",): since["sessions"] - dull, ("true",): dull}
+            yield SINCE_SESSIONS, _labelled({"false": since["sessions"] - dull, "true": dull})
             if since["reward"] is not None:
                 yield SINCE_REWARD, since["reward"]
-        yield from self._totals.items()
-        for metric, counts in self._labelled.items():
+        for metric, counts in self._counts.items():
             # Copies: the loop may add a reason meanwhile.
             copy = Counter(dict(counts))
             if metric is REJECTED:
                 copy.update(dict(self._rejected_early()))
-            yield metric, {(label,): number for label, number in copy.items()}
-        failures = self._tracker_failures()
-        yield TRACKER_FAILURES, {(tracker,): number for tracker, number in failures.items()}
+            yield metric, _labelled(copy) if metric.labels else copy[""]
+        yield TRACKER_FAILURES, _labelled(self._tracker_failures())
         latest, evaluated = self._latest, self._evaluated
         if latest:
-            gauges = _STEP_GAUGES.items()
-            yield from ((metric, latest[name]) for name, metric in gauges if name in latest)
-            yield CLIPPED, {(side,): latest[f"clipped_{side}"] for side in ("low", "high")}
-            yield STALENESS, {(age,): share for age, share in latest["staleness"].items()}
+            found = ((metric, latest.get(name)) for name, metric in _OF_STEP.items())
+            yield from ((metric, value) for metric, value in found if value is not None)
+            yield CLIPPED, _labelled({side: latest[f"clipped_{side}"] for side in ("low", "high")})
+            yield STALENESS, _labelled(latest["staleness"])
             lengths = latest["lengths"].items()
             yield LENGTHS, {(of, how): n for of, both in lengths for how, n in both.items()}
-            if latest["cut"] is not None:
-                yield CUT, latest["cut"]
         if evaluated:
-            found = evaluated["eval"]
+            figures = evaluated["eval"]
             yield EVAL_STEP, evaluated["step"]
-            if found["reward"] is not None:
-                yield EVAL_REWARD, found["reward"]
-            if found["ci95"] is not None:
-                yield EVAL_CI95, dict(zip((("low",), ("high",)), found["ci95"], strict=True))
+            if figures["reward"] is not None:
+                yield EVAL_REWARD, figures["reward"]
+            if figures["ci95"] is not None:
+                yield EVAL_CI95, _labelled(dict(zip(("low", "high"), figures["ci95"], strict=True)))
+
+
+def _labelled(numbers: Mapping[str, float]) -> Values:
+    """Return the values of a metric with one label."""
+    return {(label,): number for label, number in numbers.items()}

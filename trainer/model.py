@@ -21,17 +21,14 @@ class PolicyConfig:
 
     ``head_chunk`` is the number of trained tokens whose logits [head_chunk, vocab] exist at a
     time, forward and backward; None: what suits the device and the vocabulary. ``threads`` None
-    leaves torch's choice; one is best for tiny models. ``attention`` is transformers'
-    ``attn_implementation``.
+    leaves torch's choice; one is best for tiny models.
     """
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     head_chunk: int | None = None
-    attention: str = "sdpa"
     packing: Literal["tree", "rows"] = "tree"
     """Compute a prefix that rows share once, or each row by itself."""
     gradient_checkpointing: bool = False
@@ -70,7 +67,7 @@ def loaded(
             str(source),
             dtype=(frozen and config.dtype) or torch.float32,
             use_safetensors=True,
-            attn_implementation=config.attention,
+            attn_implementation="sdpa",
             output_loading_info=True,
             # Refused below, by their names.
             ignore_mismatched_sizes=True,

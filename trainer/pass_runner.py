@@ -31,7 +31,7 @@ from trainer.packing import (
 from trainer.pass_size import pass_tokens
 from trainer.rows import Row, count_trained, is_trained, misfit
 from trainer.tree_attention import TreePass
-from trainer.world import UnshardedModel, World, everywhere
+from trainer.world import UnshardedModel, World, added
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class PassRunner:
         """Compile the head's part, then the layers; False, with a warning, if this cannot be."""
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         reason = try_fused(self.head_chunk, vocabulary, dtype, self._device)
-        if self._world is not None and not everywhere(reason is None):
+        if self._world is not None and added(torch.tensor(int(reason is not None)), self._world):
             reason = reason or "torch.compile does not work in another process"
         if reason is None:
             packing: Literal["tree", "rows"] = "tree" if self.packing == "tree" else "rows"

@@ -100,7 +100,6 @@ class Policy:
             [p for p in self.model.parameters() if p.requires_grad],
             lr=self.config.lr,
             betas=self.config.betas,
-            eps=self.config.eps,
             weight_decay=self.config.weight_decay,
         )
         self.steps = 0
@@ -193,14 +192,8 @@ class Policy:
         }
         every = zip(*(by_rank for by_rank, _ in shares), strict=True)
         by_rank = [[row for part in mine for row in part] for mine in every]
-        found: list[str] = []
-        try:
-            with self.leader.run(command, by_rank) as found:
-                return self.step_commanded(command, by_rank[0])
-        except GradientNotFinite:
-            if found:
-                raise FloatingPointError(found[0]) from None
-            raise
+        with self.leader.run(command, by_rank):
+            return self.step_commanded(command, by_rank[0])
 
     def step_commanded(self, command: Mapping[str, Any], rows: Sequence[Row]) -> StepResult:
         """Make this process's part of a step that :meth:`train` commands, with its rows."""

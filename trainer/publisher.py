@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -36,34 +36,27 @@ _LONG_AGO = -(10**9)
 TrainingState: TypeAlias = Literal["training", "finished"]
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """Return the content of the run's `state.json`; ConfigError if it is damaged."""
-    try:
-        saved = read_json(path, {})
-        int(saved.get("highest_version", 0))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}): restore it from a copy, or put "
-            '{"highest_version": N} into it, N being above every version that the run has published'
-        ) from None
-    data: dict[str, Any] = saved
-    return data
-
-
 class WeightVersions:
     """Weight versions of one run, and how many train steps each has behind it.
 
-    The run's `state.json` stores them, so that a resumed run continues above the highest.
+    The run's `state.json` stores them, so that a resumed run continues above the highest. Raises
+    ConfigError if it is damaged.
     """
 
     def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
-        saved = _read_state(path)
         self._disk = disk or DiskSpace()
         self._path = path
-        self.highest = int(saved.get("highest_version", 0))
-        self._steps: dict[int, int] = {
-            int(version): step for version, step in saved.get("versions", {"0": 0}).items()
-        }
+        try:
+            saved = read_json(path, {})
+            self.highest = int(saved.get("highest_version", 0))
+            steps = saved.get("versions", {"0": 0}).items()
+            self._steps: dict[int, int] = {int(version): step for version, step in steps}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} is damaged ({error}): restore it from a copy, or put "
+                '{"highest_version": N} into it, N being above every version that the run has '
+                "published"
+            ) from None
 
     def at_least(self, version: int) -> None:
         """Continue above a version that an engine serves, whatever its origin."""

@@ -46,7 +46,7 @@ class RunReport:
         self.trackers = Trackers(config, run_dir)
         self._source = source
         self.metrics = TrainerMetrics(
-            lambda: source().rejected,
+            lambda: source().executor.rejected,
             disk,
             lambda: self.trackers.failures,
             lambda: source().zero_variance.scores.read(),
@@ -112,7 +112,7 @@ class RunReport:
         """Return a step's line as plain data; it takes the statistics that workflows have recorded,
         and the scores of all sessions since the step before (`all`)."""
         source = self._source()
-        now, every = source.capacity, source.zero_variance.scores.read(take=True)
+        now, every = source.executor.capacity, source.zero_variance.scores.read(take=True)
         seconds = policy.clock.take()
         return {
             "time": time.time(),
@@ -123,7 +123,7 @@ class RunReport:
             "rewards": named_means(batch.named),
             "sessions": len(batch.trained),
             "left_out": dict(Counter(batch.rejected.values())),
-            "rejected": dict(source.rejected),
+            "rejected": dict(source.executor.rejected),
             "interactions": len(batch.rows),
             "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
             "staleness_max": max(batch.ages, default=0),

@@ -1,33 +1,24 @@
 """The optimizer's state of divided weights: each process writes and reads its own share.
 
-Files are those of `torch.distributed.checkpoint` in safetensors, so that any number of processes
-reads the files of any other number. Each process plans for itself: the library would pickle the
-messages for a common plan, and every process knows its share anyway.
+FSDP2 divides the first dimension of a tensor as `torch.chunk` does: a share is a range of rows. The
+metadata of each safetensors file has the places of its shares, so that any number of processes
+reads the files of any other number.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from any_agent.errors import StartupError, TrainingError
 from trainer.policy import Policy
+from trainer.world import is_divided, local_part
 
 
 def moments(policy: Policy) -> dict[str, Tensor]:
@@ -40,86 +31,73 @@ def moments(policy: Policy) -> dict[str, Tensor]:
 
 
 def save_shard(policy: Policy, folder: Path) -> None:
-    """Write this process's share into ``folder``, without the values that all processes share.
+    """Write this process's share into ``folder``, with the values that all processes share if it
+    leads.
 
     Raises TrainingError if that fails.
     """
-    assert policy.world is not None
-    mine = {name: t for name, t in moments(policy).items() if _has_part(t)}
-    if mine:
-        with _translated_errors(f"{folder}: the optimizer's state cannot be written"):
-            state_dict_saver.save(
-                dict(mine),
-                storage_writer=_ShardWriter(str(folder), policy.world.rank),
-                planner=_ShardPlanner(),
-                no_dist=True,
-            )
+    rank = policy.world.rank if policy.world is not None else 0
+    every = {name: t for name, t in moments(policy).items() if is_divided(t) or rank == 0}
+    places = {name: [rows_of(t).start, *t.shape] for name, t in every.items() if is_divided(t)}
+    parts = {name: local_part(t).contiguous() for name, t in every.items() if len(rows_of(t))}
+    path = folder / (f"optimizer-{rank:05d}.safetensors" if rank else "optimizer.safetensors")
+    try:
+        save_file(parts, path, metadata={"places": json.dumps(places)})
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"{path}: the optimizer's state cannot be written: {error}") from error
 
 
 def load_shards(
-    folder: Path, tensors: dict[str, Tensor], what: str = "the optimizer's state"
+    folder: Path, tensors: Mapping[str, Tensor], what: str = "the optimizer's state"
 ) -> None:
     """Fill these tensors, or this process's shares of them, from the files in ``folder``.
 
     ``what`` they are is for messages. Raises StartupError for a tensor that is missing or has
     another shape.
     """
-    reader = HuggingFaceStorageReader(str(folder))
-    there = reader.read_metadata().state_dict_metadata
-    for name, tensor in tensors.items():
-        size = getattr(there.get(name), "size", None)
-        if size != tensor.size():
-            found = "nothing" if size is None else f"shape {tuple(size)}"
-            raise StartupError(
-                f"{folder}: {what} has {found} for {name}, the model wants shape "
-                f"{tuple(tensor.size())}"
-            )
-    wanted = {name: t for name, t in tensors.items() if not isinstance(t, DTensor) or _has_part(t)}
-    if wanted:
-        with _translated_errors(f"{folder}: {what} cannot be read"):
-            state_dict_loader.load(dict(wanted), storage_reader=reader, no_dist=True)
-
-
-def names_in(folder: Path) -> set[str]:
-    """Return the names of the tensors in the files of ``folder``."""
-    names: set[str] = set()
+    left = {name: len(rows_of(tensor)) for name, tensor in tensors.items()}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    return names
+            for name, (there, shape) in places_in(file).items():
+                if (tensor := tensors.get(name)) is None:
+                    continue
+                if shape != list(tensor.shape):
+                    raise StartupError(
+                        f"{path}: {what} has shape {tuple(shape)} for {name}, the model wants "
+                        f"shape {tuple(tensor.shape)}"
+                    )
+                here = rows_of(tensor)
+                start, stop = max(there.start, here.start), min(there.stop, here.stop)
+                if start < stop:
+                    from_, to = ((slice(start - k, stop - k),) for k in (there.start, here.start))
+                    local_part(tensor)[to if shape else ()].copy_(
+                        file.get_slice(name)[from_ if shape else ()]
+                    )
+                    left[name] -= stop - start
+    if missing := [name for name, rows in left.items() if rows]:
+        raise StartupError(
+            f"{folder}: {what} has nothing, or not all, for {missing[0]}, the model wants shape "
+            f"{tuple(tensors[missing[0]].shape)}"
+        )
 
 
-@contextmanager
-def _translated_errors(problem: str) -> Iterator[None]:
-    """Silence the warning about a process that plans alone; raise errors as TrainingError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        causes = (cause for cause, _ in error.failures.values())
-        raise TrainingError(f"{problem}: {next(causes, error)}") from error
+def places_in(file: Any) -> dict[str, tuple[range, list[int]]]:
+    """Return, by name, which rows of a tensor an open file has, and the whole tensor's shape."""
+    places = json.loads((file.metadata() or {}).get("places", "{}"))
+    found = {}
+    for name in file.keys():  # noqa: SIM118
+        own: list[int] = file.get_slice(name).get_shape()
+        first, *shape = places.get(name, [0, *own])
+        found[name] = range(first, first + (own or [1])[0]), shape
+    return found
 
 
-def _has_part(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and tensor.to_local().numel() > 0
-
-
-class _ShardWriter(HuggingFaceStorageWriter):
-    """Names files by the process that writes them."""
-
-    def __init__(self, path: str, rank: int) -> None:
-        super().__init__(path, save_distributed=True)
-        self._rank = rank
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
-
-
-class _ShardPlanner(DefaultSavePlanner):
-    """Plans one share; whether the shares make up whole tensors is checked at reading."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.global_plan = all_plans
-        self.metadata = Metadata({})
-        return all_plans, self.metadata
+def rows_of(tensor: Tensor) -> range:
+    """Return the rows of a whole tensor that this process has; a scalar has one."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not is_divided(tensor):
+        return range(rows)
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    each = -(-rows // mesh.size())
+    first = min(each * mesh.get_local_rank(), rows)
+    return range(first, min(first + each, rows))

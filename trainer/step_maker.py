@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
 
 from any_agent.config import Config
 from any_agent.errors import TrainingError
 from trainer.batch import Group, TrainingBatch, training_batch, versions_in
-from trainer.from_config import loss_config, optimizer_settings, require_algorithm
-from trainer.loss import LossConfig
-from trainer.manifests import SETTINGS, Manifest, ManifestStore
+from trainer.from_config import loss_config, require_algorithm, step_settings
+from trainer.manifests import Manifest, ManifestStore
 from trainer.policy import Policy, StepResult
 from trainer.publisher import WeightVersions
 from trainer.reference import reference_logprobs
@@ -54,20 +51,19 @@ class StepMaker:
             tokens=[],
             versions=dict(versions.steps_of(versions_in(groups))),
             eta=c.rollout.eta,
-            settings={name: getattr(c.train, name) for name in SETTINGS},
+            settings=step_settings(c.train, step, self.last_step),
             positions=positions,
-            loss=asdict(loss_config(c.train)),
-            optimizer=optimizer_settings(c.train, step, self.last_step),
             reference=self._checkpoints.reference,
             pass_tokens=policy.runner.chosen,
             origin=self._checkpoints.origin,
         )
 
     def batch(self, policy: Policy, groups: list[Group], taken: Manifest) -> TrainingBatch:
-        """Return the batch of these groups, masked and scored as the manifest says."""
+        """Return the batch of these groups, masked and scored as the manifest says, and prepare the
+        policy for the step."""
         c = self._config.train.model_copy(update=taken.settings)
-        if c.kl_reward_coef:
-            policy.runner.choose_as(taken.pass_tokens)
+        policy.runner.choose_as(taken.pass_tokens)
+        if c.compares:
             self._checkpoints.load_reference(policy, c.reference_model, taken.reference)
         return training_batch(
             groups,
@@ -84,17 +80,13 @@ class StepMaker:
         """Make one train step; None if there is nothing to train on, or it is not finite."""
         if not batch.rows:
             return None
-        policy.runner.choose_as(taken.pass_tokens)
         c = self._config.train.model_copy(update=taken.settings)
-        loss, optimizer = LossConfig(**taken.loss), cast("dict[str, Any]", taken.optimizer)
-        if loss.kl_coef:
-            self._checkpoints.load_reference(policy, c.reference_model, taken.reference)
         try:
             result = policy.train(
                 batch.rows,
                 c.micro_batch_tokens,
-                loss,
-                StepConfig(c.epochs_per_batch, **optimizer),
+                loss_config(c),
+                StepConfig(c.epochs_per_batch, c.lr, c.betas, c.weight_decay, c.grad_clip),
                 batch.minibatches,
             )
         except FloatingPointError as error:

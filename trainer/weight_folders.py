@@ -34,11 +34,11 @@ _TOKENIZER_FILES = (
 
 
 def publish_to_disk(
-    policy: Policy, tokenizer: Any, root: Path, version: int, *, dtype: torch.dtype | None = None
+    policy: Policy, tokenizer: Path, root: Path, version: int, *, dtype: torch.dtype | None = None
 ) -> Path:
     """Write ``root/v{version:08d}``: weights, configuration and tokenizer, all or nothing.
 
-    ``tokenizer`` is a folder whose tokenizer files are copied unchanged, or a tokenizer to save.
+    ``tokenizer`` is a folder whose tokenizer files are copied unchanged.
     Floating-point weights are written in ``dtype``, default as trained (float32). Raises Conflict
     unless ``version`` is above every one in ``root``: engines key their caches by it.
     """
@@ -98,13 +98,9 @@ def prune(root: Path, keep: int) -> list[int]:
 
 
 def save_pretrained(
-    policy: Policy,
-    tokenizer: Any,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None = None,
+    policy: Policy, tokenizer: Path, folder: Path, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write model (safetensors), configuration and tokenizer for ``AutoModelForCausalLM``.
+    """Write model (safetensors), configuration and tokenizer files for ``AutoModelForCausalLM``.
 
     Weights beyond ``_BUCKET`` bytes go to several files with an index, so that no more than these
     are in memory beside the model.
@@ -119,10 +115,7 @@ def save_pretrained(
     config["architectures"] = [type(policy.model).__name__]
     config["dtype"] = str(_save_weights(policy, folder, dtype)).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if isinstance(tokenizer, str | Path):
-        _copy_tokenizer(Path(tokenizer), folder)
-    else:
-        tokenizer.save_pretrained(folder)
+    _copy_tokenizer(tokenizer, folder)
 
 
 def _save_weights(policy: Policy, folder: Path, dtype: torch.dtype | None) -> torch.dtype:

@@ -180,14 +180,6 @@ def layers_of(model: Any) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in kinds]
 
 
-def everywhere(true: bool) -> bool:
-    """Return True if it is true in every process of a world; all must call it together."""
-    flag = torch.tensor(int(true))
-    # On the CPU, as in_turn.
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
-
-
 def is_divided(tensor: Tensor) -> bool:
     """Return True if this process has only a share of the tensor: a DTensor."""
     return hasattr(tensor, "full_tensor")
@@ -213,9 +205,7 @@ def summed(stats: LossStats, world: World) -> LossStats:
     """Return the statistics of all processes together; each must call it."""
     names = [f.name for f in fields(stats)]
     values = torch.tensor([float(getattr(stats, name)) for name in names], dtype=torch.float64)
-    values = values.to(world.device)
-    every = [torch.empty_like(values) for _ in range(world.size)]
-    dist.all_gather(every, values)
+    every = gathered(values, world).view(world.size, -1)
     parts = (LossStats(**dict(zip(names, each.tolist(), strict=True))) for each in every)
     out = sum(parts, LossStats())
     for name in ("tokens", "tokens_computed", "tokens_in_rows"):

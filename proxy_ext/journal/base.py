@@ -124,7 +124,7 @@ class StoredInteraction:
 
     interaction: Interaction
     key: bytes | None
-    """The chain key by which continuations find the interaction; None in version 1."""
+    """The chain key by which continuations find the interaction; None: it was not stored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The file of a SQLite journal: created, checked, salvaged, migrated, opened."""
+"""The file of a SQLite journal: created, checked, salvaged, opened."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
         connection = _connect(path)
         try:
             schema.configure(connection)
-            version = schema.version_of(connection, path)
-            if version < schema.VERSION:
-                schema.migrate(connection, version)
+            schema.require_version(connection, path)
         except BaseException:
             connection.close()
             raise
@@ -187,8 +185,8 @@ def _expected_size(path: Path) -> int:
 def _problem(connection: sqlite3.Connection, path: Path) -> str | None:
     """Return a problem that SQLite's check finds; None if there is none."""
     try:
-        version = schema.version_of(connection, path)
-        full = path.stat().st_size <= _MAX_CHECKED_BYTES or version < schema.VERSION
+        schema.require_version(connection, path)
+        full = path.stat().st_size <= _MAX_CHECKED_BYTES
         for sql in _FULL_CHECK if full else _PARTIAL_CHECK:
             for (found,) in connection.execute(sql):
                 if found != "ok":

@@ -80,13 +80,11 @@ class JournalReader:
             uri = f"{path.absolute().as_uri()}?mode=ro"
             self._connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
             self._connection.row_factory = sqlite3.Row
-            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if version != schema.VERSION:
-            self._connection.close()
-            raise StartupError(
-                f"the journal {path} has version {version}, and this any-agent reads "
-                f"{schema.VERSION}: start the service once, which upgrades older ones"
-            )
+            try:
+                schema.require_version(self._connection, path)
+            except BaseException:
+                self._connection.close()
+                raise
 
     def close(self) -> None:
         self._connection.close()

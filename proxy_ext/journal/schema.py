@@ -1,9 +1,8 @@
-"""The tables of a SQLite journal, their migration from earlier versions, and its settings."""
+"""The tables of a SQLite journal, their version, and its settings."""
 
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from pathlib import Path
 
 from any_agent.errors import StartupError
@@ -44,43 +43,6 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
 """``recorded``: the number of a session's interactions when its calls ended, so that a missing one
 is noticed; ``checksum``: the CRC-32 of ``data``."""
-_FROM_1 = f"""
-BEGIN IMMEDIATE;
-DROP INDEX sessions_by_state;
-DROP INDEX sessions_by_group;
-DROP INDEX sessions_by_lane;
-DROP INDEX interactions_by_session;
-ALTER TABLE sessions RENAME TO sessions_1;
-ALTER TABLE interactions RENAME TO interactions_1;
-ALTER TABLE meta RENAME TO meta_1;
-{TABLES}
-INSERT INTO sessions (
-    id, lane, mode, state, task_id, group_id, group_size, metadata, created_at, expires_at,
-    final_reward, reason, owner, ended_at, recorded
-) SELECT
-    id, lane, mode, state, task_id, group_id, group_size, metadata, created_at, expires_at,
-    final_reward, reason, owner,
-    CASE WHEN state IN ('trained', 'rejected', 'evaluated', 'expired', 'aborted')
-    THEN expires_at END,
-    CASE WHEN state <> 'open'
-    THEN (SELECT COUNT(*) FROM interactions_1 WHERE session_id = sessions_1.id) END
-FROM sessions_1 ORDER BY created_at, rowid;
-INSERT INTO interactions (number, id, session_id, data, checksum, reward)
-SELECT number, id, session_id, data, checksum_of(data), reward FROM interactions_1;
-INSERT INTO meta SELECT key, value FROM meta_1;
-DROP TABLE sessions_1;
-DROP TABLE interactions_1;
-DROP TABLE meta_1;
-PRAGMA user_version = 3;
-COMMIT;
-"""
-"""Version 1 did not store the end of a session, which is its expiry at the latest."""
-_FROM_2 = """
-BEGIN IMMEDIATE;
-ALTER TABLE sessions ADD COLUMN rewarded_by TEXT NOT NULL DEFAULT 'agent';
-PRAGMA user_version = 3;
-COMMIT;
-"""
 _PAGE_BYTES = 16_384
 """SQLite begins a new page for a row that does not fit into the last one: with its default of 4 KB,
 every turn of some hundred tokens would take a page of its own."""
@@ -113,31 +75,18 @@ def set_file_format(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
-def version_of(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the journal's version; StartupError for one that this service cannot use."""
+def require_version(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise StartupError for a file that is no journal of this version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > VERSION:
-        raise StartupError(
-            f"the journal {path} has version {version}, and this any-agent knows {VERSION}: "
-            "use the newer any-agent that wrote it, or choose another --trial"
-        )
     if version == 0:
         raise StartupError(
             f"{path} is not a journal: move it away and start again, or choose another --trial"
         )
-    return int(version)
-
-
-def migrate(connection: sqlite3.Connection, version: int) -> None:
-    """Migrate a journal of an earlier version to this one in one transaction."""
-    connection.create_function("checksum_of", 1, zlib.crc32, deterministic=True)
-    try:
-        connection.executescript(_FROM_1 if version == 1 else _FROM_2)
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    if version != VERSION:
+        raise StartupError(
+            f"the journal {path} has version {version}, and this any-agent knows {VERSION}: "
+            "use the any-agent that wrote it, or choose another --trial"
+        )
 
 
 def configure(connection: sqlite3.Connection) -> None:

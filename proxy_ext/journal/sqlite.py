@@ -426,10 +426,6 @@ class SQLiteJournal:
 def _trim(connection: sqlite3.Connection) -> int:
     (free,) = connection.execute("PRAGMA freelist_count").fetchone()
     (size,) = connection.execute("PRAGMA page_size").fetchone()
-    (can_give,) = connection.execute("PRAGMA auto_vacuum").fetchone()
-    if not can_give:
-        # A file of version 1 reuses its free pages, but cannot give them back.
-        return 0
     given = min(free, _TRIM_BYTES // size)
     for _ in range(given):
         # sqlite3 steps such a statement once, which frees one page, whatever its argument.

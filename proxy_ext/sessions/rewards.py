@@ -184,7 +184,7 @@ class RewardBook:
             return not parts
         known, _, _ = await self._parts(session, None)
         if not known:
-            # Set before histories were kept, or its history is archived.
+            # Its history is archived.
             return combined(parts, self._weights) == before
         return all(known.get(name) == value for name, value in parts.items())
 

@@ -62,7 +62,7 @@ STRUCTURAL: dict[str, Damage] = {
     "a random header": spoiled("model.safetensors", 0, lambda _: noise(512)),
     "garbage for the state": spoiled("trainer/state.json", 0, noise),
     "a zeroed optimizer": spoiled("trainer/optimizer.safetensors", 0, bytes),
-    "garbage for the generators": spoiled("trainer/rng.safetensors", 0, noise),
+    "garbage for the generators": spoiled("trainer/state.json", 1000, lambda _: noise(64)),
     "garbage for the manifest": spoiled("manifest.json", 0, noise),
 }
 """Damages that are found without checksums."""

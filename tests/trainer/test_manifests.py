@@ -33,9 +33,10 @@ ONE = Manifest(
     versions={0: 0, 7: -(10**9)},
     eta=2,
     settings=dict.fromkeys(SETTINGS) | {"discount": 0.9, "normalize_std": "none"},
-    loss={"clip": 0.2},
-    optimizer={"lr": 1e-3, "betas": (0.9, 0.95)},
     pass_tokens={"cpu": 512},
+    positions=[],
+    reference=None,
+    origin=None,
 )
 
 
@@ -75,7 +76,7 @@ def test_manifests_after_a_checkpoint_are_listed_and_a_gap_is_an_error(
 
 WRONG: dict[str, Any] = {
     "groups": 5, "trained": [1], "tokens": "x", "versions": {"a": 1}, "more": 1, "step": 2,
-    "settings": {"discount": 0.9}, "loss": 1,
+    "settings": {"discount": 0.9}, "origin": 1,
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -57,14 +56,3 @@ def test_steps_are_not_repeated_from_another_origin(
     with fails_with(ConfigError, said, "step-00000001.json", "or choose another --trial"):
         lab.trainer.train()
     assert lab.trainer.policy.steps == 0 and lab.manifests == [1], "the step stays"
-
-
-def test_a_manifest_of_an_earlier_version_is_repeated(settings: list[str]) -> None:
-    first = die_after_a_step(settings)
-    (path,) = first.trainer.dir.manifests.glob("step-*.json")
-    data = json.loads(path.read_text())
-    del data["origin"]
-    path.write_text(json.dumps(data))
-    again = Lab(config_of(settings, "train.seed=5"), [pair("b")], before=first)
-    assert again.trainer.train()
-    assert again.executor.replayed == [["a-good", "a-bad"]]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError
+from trainer import sharded_optimizer
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.model import PolicyConfig
 from trainer.policy import GradientNotFinite, Policy
 from trainer.reference import compare, frozen_logprobs, require_alike
+from trainer.rows import Row
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
@@ -127,21 +129,22 @@ class Follower:
 
     def follow(self) -> None:
         """Return when the leader sends `stop`; TrainingError when the leader is gone."""
-        actions: dict[str, Callable[[Mapping[str, Any]], object]] = {
-            "nothing": lambda command: None,
-            "load": self._load,
-            "reference": lambda command: _set_reference(
+        actions: dict[str, Callable[[Mapping[str, Any], list[Row]], object]] = {
+            "nothing": lambda command, rows: None,
+            "load": lambda command, rows: self._load(command),
+            "reference": lambda command, rows: _set_reference(
                 self.policy, command["path"], base=command["base"]
             ),
             "step": self.step,
-            "compare": lambda command: compare(self.policy, command, self._channel.receive_rows()),
-            "gather": lambda command: self.policy.gathered(command["names"]),
-            "save": lambda command: self.save(Path(command["folder"])),
+            "compare": lambda command, rows: compare(self.policy, command, rows),
+            "gather": lambda command, rows: self.policy.gathered(command["names"]),
+            "save": lambda command, rows: self.save(Path(command["folder"])),
         }
-        while (command := self._channel.receive_command())["do"] != "stop":
+        while (message := self._channel.receive(0))[0]["do"] != "stop":
+            command, rows = message
             reply: dict[str, Any] = {}
             try:
-                actions[command["do"]](command)
+                actions[command["do"]](command, rows)
             except GradientNotFinite:
                 pass
             except FloatingPointError as error:
@@ -151,16 +154,14 @@ class Follower:
                     raise
                 log.error("this process's share of the checkpoint cannot be saved: %s", error)
                 reply["error"] = str(error)
-            self._channel.reply(reply)
+            self._channel.send(0, reply)
 
     def _load(self, command: Mapping[str, Any]) -> None:
         seed_all(self._train.seed)
         self.policy, _ = _load(command, self._settings, self._world)
 
-    def step(self, command: Mapping[str, Any]) -> None:
-        self.policy.step_commanded(command, self._channel.receive_rows())
+    def step(self, command: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        self.policy.step_commanded(command, rows)
 
     def save(self, folder: Path) -> None:
-        from trainer.sharded_optimizer import save_shard
-
-        save_shard(self.policy, folder)
+        sharded_optimizer.save_shard(self.policy, folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from any_agent.auth.engine_key import key_of_engines
@@ -35,22 +35,16 @@ def make_sync(
 
     ``cuda``: the policy is on a GPU. ``engines``: the engines' URLs as far as they are known.
     """
-    engine = config.engine
-    in_place, key = engine.update_mode == "in_place", key_of_engines(config)
+    timeout = config.engine.load_timeout
+    common: dict[str, Any] = {"load_timeout": timeout, "key": key_of_engines(config)}
+    common |= {"in_place": config.engine.update_mode == "in_place"}
     way = way_of(config, cuda=cuda, engines=engines)
     if way == "disk":
-        return DiskSync(call, load_timeout=engine.load_timeout, in_place=in_place, key=key)
+        return DiskSync(call, **common)
     transport: Transport = TensorTransport()
     if way == "distributed":
-        transport = GroupTransport(timeout=engine.load_timeout, cuda=cuda)
-    return BucketSync(
-        call,
-        transport,
-        load_timeout=engine.load_timeout,
-        dtype=config.model.dtype,
-        in_place=in_place,
-        key=key,
-    )
+        transport = GroupTransport(timeout=timeout, cuda=cuda)
+    return BucketSync(call, transport, dtype=config.model.dtype, **common)
 
 
 def way_of(config: Config, *, cuda: bool, engines: Sequence[str]) -> Way:

@@ -1,4 +1,4 @@
-"""A journal's files: made whole, taken over from version 1, refused where they cannot be used."""
+"""A journal's files: made whole, refused where they cannot be used."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import random
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from any_agent.errors import StartupError, StoreUnavailable
-from any_agent.launcher.trial import trial_dir
-from any_agent.record import pack_interaction
 from any_agent.types import TERMINAL_STATES, SessionState, id_array, logprob_array
 from proxy_ext.journal import (
-    EraseContent,
     PutInteraction,
     PutMeta,
     PutSession,
@@ -27,96 +23,6 @@ from proxy_ext.journal import (
 from proxy_ext.journal.wal import UNSYNCED, has_lost_commits
 from tests.support.errors import fails_with
 from tests.support.journal import make_interaction, make_row
-from tests.support.proxy import config_for
-from tests.support.proxy_fixtures import Start
-
-VERSION_1 = Path(__file__).with_name("journal_1.sql")
-
-
-def old_journal(path: Path) -> None:
-    """A journal as version 1 wrote it, dumped from a real one."""
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(VERSION_1.read_text())
-
-
-async def test_a_journal_of_version_1_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.sqlite"
-    old_journal(path)
-    for _ in range(2):
-        journal = SQLiteJournal(path)
-        assert journal.stats.damaged == 0
-        # In the order of their creation; the later ones were the first.
-        rows = await journal.sessions(list(SessionState))
-        assert [row.id for row in rows] == ["ses-0-3", "ses-0-2", "ses-0-1", "ses-0-0"]
-        opened = make_row("ses-0-0", created_at=1000.0, expires_at=4600.0)
-        assert rows[-1] == opened
-        assert (rows[1].state, rows[1].final_reward) == (SessionState.TRAINED, 0.5)
-        assert (rows[1].ended_at, rows[1].content) == (4598.0, "stored")
-        assert [row.id for row in await journal.group("task~1")] == ["ses-0-2", "ses-0-1"]
-        first, second = await journal.interactions("ses-0-2")
-        expected = make_interaction("chatcmpl-2a", "ses-0-2")
-        assert pack_interaction(first.interaction) == pack_interaction(expected)
-        assert (second.interaction.parent_id, second.interaction.reward) == ("chatcmpl-2a", 0.5)
-        assert first.key is None
-        run = {"state": "training", "step": 3, "checkpoint": None}
-        assert await journal.meta("run") == run
-        await journal.close()
-    journal = SQLiteJournal(path)
-    await journal.commit(PutSession(make_row("new")), PutMeta("k", "x" * 8_000_000))
-    await journal.commit(PutMeta("k", None))
-    assert await journal.trim() == 0, "it cannot give space back, nor does it try for ever"
-    rows = await journal.sessions([SessionState.OPEN])
-    assert [row.id for row in rows] == ["ses-0-0", "new"]
-    await journal.close()
-
-
-async def test_sessions_of_version_2_are_their_agents_to_reward(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.sqlite"
-    journal = SQLiteJournal(path)
-    await journal.commit(PutSession(make_row("old", rewarded_by="judge")))
-    await journal.close()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("ALTER TABLE sessions DROP COLUMN rewarded_by")
-        connection.execute("PRAGMA user_version = 2")
-    journal = SQLiteJournal(path)
-    await journal.commit(PutSession(make_row("new", rewarded_by="judge")))
-    rows = [await journal.session(id) for id in ("old", "new")]
-    assert [row and row.rewarded_by for row in rows] == ["agent", "judge"]
-    await journal.close()
-
-
-async def test_a_takeover_leaves_no_second_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what may be deleted one day. Whether SQLite does so unasked depends on how it is built."""
-    path = tmp_path / "rank-0.sqlite"
-    old_journal(path)
-    connect = sqlite3.connect
-
-    def careless(*args: Any, **options: Any) -> sqlite3.Connection:
-        connection = connect(*args, **options)
-        connection.execute("PRAGMA secure_delete = OFF")
-        return connection
-
-    monkeypatch.setattr(sqlite3, "connect", careless)
-    journal = SQLiteJournal(path)
-    await journal.commit(EraseContent(tuple(f"ses-0-{k}" for k in range(4))))
-    await journal.close()
-    assert b"message_delta" not in path.read_bytes()
-
-
-async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.sqlite"
-    old_journal(path)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE answers (x)")
-        with fails_with(StartupError, "answers"):
-            SQLiteJournal(path)
-        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-        assert connection.execute("SELECT COUNT(*) FROM sessions").fetchone() == (4,)
-        connection.execute("DROP TABLE answers")
-    await SQLiteJournal(path).close()
 
 
 async def test_a_file_that_lost_free_pages_only_loses_no_session(tmp_path: Path) -> None:
@@ -159,11 +65,12 @@ async def test_a_session_whose_row_is_damaged_is_ended_at_the_next_start(
 
 
 def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
-    newer = tmp_path / "newer.sqlite"
-    with sqlite3.connect(newer) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    with fails_with(StartupError, "version 99", "3"):
-        SQLiteJournal(newer)
+    for version in (2, 99):
+        other = tmp_path / f"{version}.sqlite"
+        with sqlite3.connect(other) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+        with fails_with(StartupError, f"version {version}", "3", "--trial"):
+            SQLiteJournal(other)
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:
         connection.execute("CREATE TABLE t (x)")
@@ -246,20 +153,3 @@ async def test_the_size_of_a_long_episode_grows_with_its_tokens_only(
     await journal.close()
     tokens = 200 * (4 * prompt + 12 * output)
     assert path.stat().st_size - empty <= 1.3 * tokens + messages
-
-
-async def test_a_trial_of_version_1_goes_on(start: Start, tmp_path: Path) -> None:
-    """Its folder is of the same format, and its journal is taken over: its sessions go on."""
-    path = trial_dir(config_for(tmp_path)).journal(0)
-    path.parent.mkdir(parents=True)
-    (path.parent.parent / "format").write_text("2\n")
-    old_journal(path)
-    proxy = await start()
-    ended = (await proxy.http.get("/rl/v1/sessions/ses-0-3")).json()
-    assert (ended["state"], ended["interactions"]) == ("evaluated", 2)
-    # Continued under the keys that version 1 did not store.
-    session = await proxy.service.sessions.by_id("ses-0-2")
-    await proxy.service.sessions.load(session)
-    keys = [session.tree.key(i.id) for i in session.tree]
-    assert len({*keys}) == 2
-    assert None not in keys

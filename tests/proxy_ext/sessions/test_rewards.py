@@ -252,8 +252,8 @@ async def test_a_missing_reward_is_said_to_count_as_0(start: Start) -> None:
         await proxy.client.ack(owner="trainer", trained=ids, rejected=[])
 
 
-async def test_rewards_add_to_a_migrated_one_that_has_no_history(proxy: Proxy) -> None:
-    """A journal of version 1 kept the value alone."""
+async def test_rewards_add_to_one_that_has_no_history(proxy: Proxy) -> None:
+    """Only the value is left where the history is archived."""
     id, key, _ = await begun(proxy)
     session = proxy.service.sessions.live[id]
     session.tree.last().reward = 3.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -45,19 +44,19 @@ def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple
 
 
 def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str, Record]) -> None:
+    c = config.train.model_copy(update=taken.settings)
     batch = training_batch(
         [[_trajectory(records[id]) for id in group] for group in taken.groups],
-        config.train,
+        c,
         step=taken.step - 1,
         eta=taken.eta,
         step_of_version=taken.versions,
     )
-    optimizer: Any = taken.optimizer
     policy.train(
         batch.rows,
-        config.train.micro_batch_tokens,
-        loss_config(config.train),
-        StepConfig(config.train.epochs_per_batch, **optimizer),
+        c.micro_batch_tokens,
+        loss_config(c),
+        StepConfig(c.epochs_per_batch, c.lr, c.betas, c.weight_decay, c.grad_clip),
         batch.minibatches,
     )
 

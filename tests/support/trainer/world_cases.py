@@ -234,8 +234,8 @@ def killed(world: World) -> tuple[str, str]:
     is gone."""
     if not world.leads:
         channel = CommandChannel(world)
-        while channel.receive_command()["do"] != "die":
-            channel.reply({})
+        while channel.receive(0)[0]["do"] != "die":
+            channel.send(0, {})
         os._exit(1)
     told: Queue[BaseException] = Queue()
     leader = Leader(world, heartbeat=0.05)
@@ -307,13 +307,13 @@ class Dying(Follower):
         self._dies, self._stops = dies, stops
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def step(self, command: Any) -> None:
+    def step(self, command: Any, rows: Any) -> None:
         step = self.policy.steps + 1
         if step == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == self._stops:
             os.kill(os.getpid(), signal.SIGTERM)
-        super().step(command)
+        super().step(command, rows)
 
 
 def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | None:
