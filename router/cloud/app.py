@@ -166,9 +166,8 @@ class Cloud(Entrance):
         if request.method == "POST" and api_at(path) is not None:
             content = await body.read()
             model = (json_object(content) or {}).get("model")
-            job = self._routes.job_of_model(caller.tenant, model)
-            if job is not None:
-                return _Destination(job, target, content)
+            if (meant := self._routes.job_of_model(caller.tenant, model)) is not None:
+                return _Destination(meant, target, content)
         return _Destination(await self._routes.default_job(caller.tenant), target, content)
 
     def _job_of_session(self, key: str) -> Job:
