@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -243,6 +245,7 @@ async def running_cloud(
         stack.callback(launching.close)
         jobs = Jobs(config, store, launching, folder)
         keeping = asyncio.create_task(jobs.keep())
+        keeping.add_done_callback(_end_if_failed)
         stack.push_async_callback(_end, keeping)
         cloud = Cloud(config, accounts, store, jobs, upstream, audit, public_url)
         await stack.enter_async_context(listening(cloud, listener))
@@ -260,6 +263,13 @@ def _alone(folder: Path) -> Iterator[None]:
                 f"another any-agent cloud uses {folder.parent}: stop it, or choose another root"
             )
         yield
+
+
+def _end_if_failed(task: asyncio.Task[None]) -> None:
+    """End the process if the task that starts and stops runs has failed: nothing else would."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("no run is started or stopped any more: the cloud ends", exc_info=error)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
