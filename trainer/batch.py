@@ -242,6 +242,8 @@ def _member(
     rows, problem, limit = _rows(session, rewards, temperature), None, config.max_row_tokens
     for row in rows:
         problem, length = misfit(row), len(row["input_ids"])
+        if config.mask_truncated and isinstance(session, SampledSession) and "cut" not in row:
+            problem = "unusable", "lacks the field cut, which train.mask_truncated needs"
         if limit is not None and length > limit:
             problem = "too_long", f"has {length} tokens, above train.max_row_tokens={limit}"
         if problem is not None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from any_agent.errors import ConfigError, NotFound, StartupError
@@ -45,7 +44,7 @@ from trainer.world import World
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save_checkpoint(
@@ -113,7 +112,7 @@ def load_checkpoint(
     if saved["format"] != FORMAT:
         raise StartupError(
             f"{path} has format {saved['format']}, but this version of any-agent reads format "
-            f"{FORMAT}"
+            f"{FORMAT}: use the any-agent that wrote it, or choose another --trial"
         )
     adapter = saved.get("adapter")
     adapter_files.require_same_settings(path, adapter, config.lora)
@@ -207,7 +206,7 @@ def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]
     moments: dict[str, Tensor] = {}
     state: dict[int, dict[str, Tensor]] = {}
     for path in sorted(folder.glob("optimizer*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with sharded_optimizer.opened(path) as file:
             shapes = {name: shape for name, (_, shape) in sharded_optimizer.places_in(file).items()}
         for name in sorted(shapes.keys() - moments.keys()):
             owner, key = name.rsplit("/", 1)

@@ -220,6 +220,8 @@ class TrainingLoop:
         self.executor.flush()
         with suppress(InterruptedError):
             self.evaluate(self.policy.steps, True)
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def _done(self) -> bool:

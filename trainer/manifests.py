@@ -6,7 +6,6 @@ A trainer that resumes from a checkpoint repeats the later steps from their mani
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count, groupby, islice
@@ -24,9 +23,10 @@ from any_agent.rollout import Consumed
 from any_agent.rundir.layout import numbered, write_json
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
+from any_agent.workflow.tensor_checks import PER_TOKEN
 from trainer.loss import LossConfig
 
-FORMAT = 2
+FORMAT = 3
 # fmt: off
 SETTINGS = (
     "discount", "normalize_std", "dynamic_sampling", "max_row_tokens", "preset",
@@ -232,8 +232,12 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
     in its header what belongs to which session.
     """
     rows = [row for session in sessions for row in session.rows]
+    # A copy of each in its own order: safetensors writes the memory of a view as it lies.
     tensors = {
-        f"{k}/{name}": np.asarray(t) for k, row in enumerate(rows) for name, t in row.items()
+        f"{k}/{name}": np.array(row[name], order="C")
+        for k, row in enumerate(rows)
+        for name in (*PER_TOKEN, "rewards")
+        if name in row
     }
     header = [{name: getattr(session, name) for name in _HEADER} for session in sessions]
     write_atomic(path, save(tensors, metadata={"sessions": json.dumps(header)}))
@@ -247,12 +251,12 @@ def read_sessions(path: Path) -> dict[str, SampledSession]:
     if not path.exists():
         return {}
     try:
-        rows: defaultdict[int, Row] = defaultdict(dict)
+        rows: dict[int, Row] = {}
         with safe_open(path, framework="numpy") as file:
             header = json.loads(file.metadata()["sessions"])
             for key in file.keys():  # noqa: SIM118
                 number, name = key.split("/")
-                rows[int(number)][name] = file.get_tensor(key)
+                rows.setdefault(int(number), {})[name] = file.get_tensor(key)
         numbers = count()
         return {
             one["session_id"]: SampledSession(

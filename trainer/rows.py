@@ -11,6 +11,7 @@ A row is one interaction's tensors, of shape [seq_len] or scalar, without paddin
 ``rewards``       float32    scalar
 ``advantages``    float32    scalar, or [seq_len]
 ``temperatures``  float32    scalar; what the tokens were sampled at
+``cut``           bool       True on outputs that the limit of tokens cut off; may be missing
 ================  =========  =========================================================
 
 Every floating-point tensor is an input of the loss; a step adds more of them, as the reference's

@@ -8,7 +8,8 @@ reads the files of any other number.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def load_shards(
     """
     left = {name: len(rows_of(tensor)) for name, tensor in tensors.items()}
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             for name, (there, shape) in places_in(file).items():
                 if (tensor := tensors.get(name)) is None:
                     continue
@@ -79,6 +80,19 @@ def load_shards(
             f"{folder}: {what} has nothing, or not all, for {missing[0]}, the model wants shape "
             f"{tuple(tensors[missing[0]].shape)}"
         )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file of a checkpoint; StartupError that names it if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(
+            f"{path} cannot be read ({error}): restore it from a copy, or resume from another "
+            "checkpoint"
+        ) from error
 
 
 def places_in(file: Any) -> dict[str, tuple[range, list[int]]]:

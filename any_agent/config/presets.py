@@ -108,7 +108,7 @@ def completed(c: Mapping[str, Any]) -> dict[str, Any]:
         """Return whether the preset's value means something to the chosen estimator and loss."""
         if knob in _OF_ESTIMATORS["grpo"]:
             return estimator == chosen.advantage_estimator
-        return loss == chosen.loss or knob not in _CONSTANTS
+        return loss == chosen.loss or knob not in (*_CONSTANTS, "second_moment")
 
     knobs = {
         **_COMMON,

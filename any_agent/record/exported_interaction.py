@@ -278,6 +278,20 @@ class InteractionWithTokenLogpReward:
         )
 
     @property
+    def trained_role(self) -> str:
+        """The role by which its row is compared: of a row with outputs of several, all of these,
+        as `coder+planner`."""
+        if self.interaction is None or self.tree is None:
+            return self.role
+        roles, at, mask = set(), 0, self.row["loss_mask"]
+        for node in self.tree.path(self.interaction.id):
+            at += len(node.prompt_delta_ids)
+            if mask[at : at + len(node.output_ids)].any():
+                roles.add(node.role)
+            at += len(node.output_ids)
+        return "+".join(sorted(roles)) if len(roles) > 1 else self.role
+
+    @property
     def cut_tokens(self) -> npt.NDArray[np.bool_] | None:
         """True on the tokens of each output that the limit of tokens cut off, [length of the row];
         None if its end is not known. Without a record only that of the last output is."""
@@ -285,6 +299,9 @@ class InteractionWithTokenLogpReward:
         if self.interaction is None or self.tree is None:
             response = self.model_response
             if response is None:
+                return None
+            if self.row["loss_mask"][: response.input_len].any():
+                # It trains earlier outputs, too, whose ends are not known.
                 return None
             marks[response.input_len :] = response.stop_reason == "length"
             return marks

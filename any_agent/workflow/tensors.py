@@ -124,7 +124,8 @@ def roles_of(result: EpisodeResult) -> list[str]:
     if kind == "trajectories":
         return [i.role for t in cast(list[Trajectory], result) for i in t.interactions]
     if kind == "interactions":
-        return [i.role for i in cast(Mapping[str, InteractionWithTokenLogpReward], result).values()]
+        given = cast(Mapping[str, InteractionWithTokenLogpReward], result).values()
+        return [i.trained_role for i in given]
     return []
 
 
@@ -221,7 +222,7 @@ def _recorded(t: Trajectory, discount: float) -> list[tuple[Row, float | None]]:
     rewards = propagate_rewards(t.interactions, discount=discount, final_reward=t.final_reward)
     tree = InteractionTree.from_interactions(t.interactions)
     rows = {
-        id: _marked(row, (row["loss_mask"] == 1) & tree[id].cut)
+        id: _marked(row, (row["versions"] >= 0) & tree[id].cut)
         for id, row in individual_rows(tree, rewards).items()
     }
     return [(_checked_row(row, id), tree[id].gconfig.temperature) for id, row in rows.items()]

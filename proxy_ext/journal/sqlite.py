@@ -430,4 +430,6 @@ def _trim(connection: sqlite3.Connection) -> int:
     for _ in range(given):
         # sqlite3 steps such a statement once, which frees one page, whatever its argument.
         connection.execute("PRAGMA incremental_vacuum(1)")
-    return int((free - given) * size)
+    (left,) = connection.execute("PRAGMA freelist_count").fetchone()
+    # A file that cannot give pages back keeps them.
+    return int(left * size) if left < free else 0

@@ -84,8 +84,8 @@ WRONG: dict[str, Any] = {
     "text",
     [
         *("", "{", "[]", "{}", "null", "\0" * 600, "\x8e"),
-        *(json.dumps({"format": 1, **asdict(ONE)}), json.dumps({"format": 2, "step": 1})),
-        *(json.dumps({"format": 2, **asdict(ONE), name: value}) for name, value in WRONG.items()),
+        *(json.dumps({"format": 2, **asdict(ONE)}), json.dumps({"format": 3, "step": 1})),
+        *(json.dumps({"format": 3, **asdict(ONE), name: value}) for name, value in WRONG.items()),
     ],
 )
 def test_a_file_that_is_no_manifest_ends_training_with_its_name(
@@ -153,6 +153,13 @@ def random_row(length: int, reward: float) -> Row:
     }
 
 
+def strided(row: Row) -> Row:
+    """The row as views whose values do not lie one after the other."""
+    out = {k: np.stack([v, v], axis=-1)[..., 0] if v.ndim else v for k, v in row.items()}
+    length = len(row["input_ids"])
+    return out | {"versions": np.broadcast_to(np.int32(3), (length,))}
+
+
 SESSIONS = [
     SampledSession(
         *("data-3-0", "data-3", [random_row(5, 0.1), random_row(9, 1 / 3)], [None, 0.7]),
@@ -160,6 +167,8 @@ SESSIONS = [
         roles=["plan", ""],
     ),
     SampledSession("data-3-1", "data-3", [random_row(2, -2.5)], [1.0]),
+    # Views, as of columns of a larger array.
+    SampledSession("data-4-0", "data-4", [strided(random_row(7, 0.5))], [1.0]),
     # One whose workflow returned nothing to train on.
     SampledSession("data-12-0", "data-12", [], []),
 ]
