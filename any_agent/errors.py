@@ -36,6 +36,7 @@ AnyAgentError                      500 internal_error
 │   ├── StoreBusy                  503 store_busy
 │   └── StoreFull                  507 store_full
 ├── ServiceUnavailable             503 service_unavailable
+│   ├── RunNotReady                503 run_starting
 │   └── Draining                   503 draining
 ├── WrongService                   502 wrong_service
 ├── ConfigError                    500 bad_config (exit code 2)

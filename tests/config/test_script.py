@@ -149,7 +149,7 @@ def test_every_name_that_is_answered_with_is_a_setting() -> None:
     assert not set(foreign) & known and len(foreign) == len(set(foreign))
     assert set(ALIASES.values()) <= known
     for ours in CALLED_HERE.values():
-        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^[a-z_]+$", ours)
+        named = re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+|^[a-z_]+$", ours)
         assert named and set(named) <= known
 
 
