@@ -83,8 +83,6 @@ class CloudConfig(Section):
             "train.steps": None,
             "train.lr": None,
             "train.warmup_steps": None,
-            "train.advantage_estimator": None,
-            "train.loss": None,
             "train.discount": None,
             "train.checkpoint_every": None,
             "rollout.batch_size": 4096,
