@@ -57,6 +57,9 @@ from typing import Any, ClassVar
 _BUSY_STATUSES = (429, 503, 507)
 """Statuses of refusals for want of capacity: all of them name a time for the next attempt."""
 _DEFAULT_RETRY_AFTER = 2.0
+RUN_STATE_HEADER = "x-any-agent-run-state"
+"""Header of a 503 whose run has no place yet (``queued``), or is being started (``starting``): its
+client waits, for longer than for a service that is away."""
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -304,7 +307,7 @@ class RunNotReady(ServiceUnavailable, code="run_starting"):
     def headers(self) -> dict[str, str]:
         """Return the headers of the tree's root with the state, for whose end clients wait."""
         state = self.details.get("state")
-        return {**super().headers(), **({"x-any-agent-run-state": state} if state else {})}
+        return {**super().headers(), **({RUN_STATE_HEADER: state} if state else {})}
 
 
 class Draining(ServiceUnavailable, code="draining"):

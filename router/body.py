@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 import orjson
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
+from multidict import CIMultiDict
 
 from any_agent.config.serving import ServerConfig
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
@@ -83,6 +84,21 @@ class RequestBody:
             await asyncio.sleep(0)
         decoder.finish()
         return b"".join(parts)
+
+    async def to_send(
+        self, headers: CIMultiDict[str], content: bytes | None = None
+    ) -> bytes | None:
+        """Return what to send on of a short or an empty body; None for one that is streamed.
+
+        ``content``: the body, if it was read and decoded already; ``headers`` then become its own.
+        """
+        if content is not None:
+            headers[hdrs.CONTENT_LENGTH] = str(len(content))
+            headers.popall(hdrs.CONTENT_ENCODING, None)
+            return content
+        if not self._request.body_exists:
+            return b""
+        return await self.read_encoded() if self.short else None
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the body's parts as they came."""

@@ -95,14 +95,7 @@ class Forwarder:
         """Pass a request on, with ``more`` headers; a refusal because of them is only returned."""
         headers = self._rank_headers(request)
         headers.update(more)
-        if content is not None:
-            headers[hdrs.CONTENT_LENGTH] = str(len(content))
-            # It was decoded when it was read.
-            headers.popall(hdrs.CONTENT_ENCODING, None)
-        elif not request.body_exists:
-            content = b""
-        elif body.short:
-            content = await body.read_encoded()
+        content = await body.to_send(headers, content)
         deadline = time.monotonic() + self.ranks.wait
         repeatable = content == b"" and _is_repeatable(request)
         payload = body.stream if content is None else (lambda: content or None)

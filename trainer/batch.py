@@ -99,7 +99,7 @@ class _Member:
     problem: tuple[str, str] | None
     """The reason for which no step can take these rows, and its words."""
     divergences: Sequence[torch.Tensor] = ()
-    """From the reference, at each trained token of each row."""
+    """Each row's divergences from the reference, at its trained tokens."""
 
 
 def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:

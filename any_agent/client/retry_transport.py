@@ -14,9 +14,8 @@ import httpx
 from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.backoff import Backoff
 from any_agent.client.service_url import moved
-from any_agent.errors import from_response
+from any_agent.errors import RUN_STATE_HEADER, from_response
 from any_agent.keys import KEY_HEADERS, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, bearers_of
-from any_agent.protocol.rl import RUN_STATE_HEADER
 
 _COUNT = "x-stainless-retry-count"
 """The header by which SDKs mark a repeated call: the service does not sample it twice."""

@@ -23,7 +23,6 @@ from any_agent.protocol.rl import (
     API_HEADER,
     API_VERSION,
     EPOCH_HEADER,
-    RUN_STATE_HEADER,
     UNREACHABLE_HEADER,
     Abort,
     Feedback,
@@ -64,10 +63,11 @@ _GATEWAYS = (413, 429, *_LOST_OR_UNREACHABLE)
 log = logging.getLogger(__name__)
 
 SILENCE = 2.0
+"""Seconds of waiting after which a word is said."""
 _TELL_EVERY = 30.0
 """Seconds between two lines about a run that is waited for."""
 _told_at: dict[str, float] = {}
-"""Seconds of waiting after which a word is said."""
+"""The time of the last such line by the error's code."""
 _MAX_ANSWERED = 1024
 _answered: set[str] = set()
 """The addresses that have answered this process."""
@@ -447,7 +447,7 @@ class RLClient:
                 if url is not None and len(_answered) < _MAX_ANSWERED:
                     _answered.add(url)
                 wait = _requested_wait(response, repeatable=bool(once or repeatable))
-                if RUN_STATE_HEADER in response.headers:
+                if errors.RUN_STATE_HEADER in response.headers:
                     backoff.wait_for_run()
                     wait = _told_wait(response)
                 if wait and backoff.allows(wait):

@@ -42,9 +42,6 @@ so in turn. It is no part of the body, which must stay the same for its Idempote
 FLEET_HEADER = "x-any-agent-fleet"
 """Request header: the number of the fleet by which a router chose a rank for an open. With `member`
 behind it, the rank may only add a member to a group that it has."""
-RUN_STATE_HEADER = "x-any-agent-run-state"
-"""Header of a 503 whose run has no place yet (``queued``), or is being started (``starting``): its
-client waits, for longer than for a service that is away."""
 API_HEADER = "x-any-agent-api"  # response header of every `/rl` route: the version of these bodies
 API_VERSION = "1"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]

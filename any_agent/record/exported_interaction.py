@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -283,12 +283,9 @@ class InteractionWithTokenLogpReward:
         as `coder+planner`."""
         if self.interaction is None or self.tree is None:
             return self.role
-        roles, at, mask = set(), 0, self.row["loss_mask"]
-        for node in self.tree.path(self.interaction.id):
-            at += len(node.prompt_delta_ids)
-            if mask[at : at + len(node.output_ids)].any():
-                roles.add(node.role)
-            at += len(node.output_ids)
+        mask = self.row["loss_mask"]
+        outputs = _outputs(self.tree.path(self.interaction.id))
+        roles = {node.role for node, place in outputs if mask[place].any()}
         return "+".join(sorted(roles)) if len(roles) > 1 else self.role
 
     @property
@@ -305,11 +302,8 @@ class InteractionWithTokenLogpReward:
                 return None
             marks[response.input_len :] = response.stop_reason == "length"
             return marks
-        at = 0
-        for node in self.tree.path(self.interaction.id):
-            at += len(node.prompt_delta_ids)
-            marks[at : at + len(node.output_ids)] = node.cut
-            at += len(node.output_ids)
+        for node, place in _outputs(self.tree.path(self.interaction.id)):
+            marks[place] = node.cut
         return marks
 
     @property
@@ -376,3 +370,12 @@ def _as_response(
             f"interaction {interaction_id}: its model_response has no {missing.args[0]}",
             param="model_response",
         ) from None
+
+
+def _outputs(path: Iterable[Interaction]) -> Iterator[tuple[Interaction, slice]]:
+    """Yield each interaction of a path from the root, with the place of its output in the row."""
+    at = 0
+    for node in path:
+        begin = at + len(node.prompt_delta_ids)
+        at = begin + len(node.output_ids)
+        yield node, slice(begin, at)

@@ -192,18 +192,10 @@ class Cloud(Entrance):
     async def _pass_on(
         self, request: web.BaseRequest, body: RequestBody, to: _Destination
     ) -> web.StreamResponse:
-        job, content = to.job, to.content
-        headers = end_to_end(request.headers)
+        job, headers = to.job, end_to_end(request.headers)
         headers.popall(hdrs.EXPECT, None)
-        if content is not None:
-            headers[hdrs.CONTENT_LENGTH] = str(len(content))
-            # It was decoded when it was read.
-            headers.popall(hdrs.CONTENT_ENCODING, None)
-        elif not request.body_exists:
-            content = b""
-        elif body.short:
-            # Before the run is used: a client that takes its time to send it keeps no place.
-            content = await body.read_encoded()
+        # Before the run is used: a client that takes its time to send a body keeps no place.
+        content = await body.to_send(headers, to.content)
         async with self._jobs.using(job) as origin:
             payload = body.stream() if content is None else content or None
             try:

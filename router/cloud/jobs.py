@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +24,7 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
 from router.cloud.launching import Launching
-from router.cloud.schedule import ASKED_FOR, Rules, State, plan
+from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan
 from router.cloud.store import Run, RunStore, Wish
 
 log = logging.getLogger(__name__)
@@ -87,11 +88,7 @@ class Job:
 
     @property
     def takes_place(self) -> bool:
-        return self.state in ("starting", "running", "stopping")
-
-    def asked_lately(self, now: float) -> bool:
-        """Return whether its place in the queue still counts."""
-        return bool(self.limits) or now - self.asked_at < ASKED_FOR
+        return self.state in TAKE_PLACES
 
     def knows(self, key: str, prefix: str) -> bool:
         """Return whether a session's or a judge's key is one of this run."""
@@ -170,7 +167,7 @@ class Jobs:
             try:
                 await asyncio.to_thread(self._remove_files, job)
                 await self._store.remove(job.run)
-            except (OSError, AnyAgentError) as error:
+            except (OSError, sqlite3.Error, AnyAgentError) as error:
                 log.warning("run %s cannot be removed yet: %s", job.run.id, error)
                 await asyncio.sleep(_REMOVE_EVERY)
             else:
@@ -224,7 +221,7 @@ class Jobs:
                 code="run_stopped",
             )
         now = time.monotonic()
-        if not job.ready.is_set() and (job.wanted_at is None or not job.asked_lately(now)):
+        if not job.ready.is_set() and (job.wanted_at is None or not asked_lately(job, now)):
             # It has left the queue meanwhile, or was not in it.
             job.wanted_at = now
             self._changed.set()

@@ -44,18 +44,16 @@ _MAX_BODY = 65_536
 _ROOTS = ("/rl/v1/accounts", "/rl/v1/account", "/rl/v1/runs")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class NewAccount(TenantLimits):
     """The body of `POST /rl/v1/accounts`: a name, and limits of each of its runs."""
 
     name: Name
 
 
-class NewRun(_Strict):
+class NewRun(BaseModel):
     """The body of `POST /rl/v1/runs`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     experiment: Name
     trial: Name | None = None
@@ -278,13 +276,12 @@ class OwnRoutes:
 
     def job_named(self, account: str, experiment: str, trial: str) -> Job:
         """Return an account's run by its name; NotFound (`unknown_run`) without one."""
-        run = self._store.named(account, experiment, trial)
-        if run is None or run.wish == "delete":
+        if (job := self._present(account, experiment, trial)) is None:
             raise NotFound(
                 f"the account {account} has no run {experiment[:80]}/{trial[:80]}",
                 code="unknown_run",
             )
-        return self._jobs.by_id[run.id]
+        return job
 
     def job_of_model(self, account: str, model: Any) -> Job | None:
         """Return the run that a call's model names, as `EXPERIMENT/TRIAL`, or with the account
@@ -292,9 +289,10 @@ class OwnRoutes:
         names = model.split("/") if isinstance(model, str) else []
         if len(names) == 3 and names[0] == account:
             del names[0]
-        if len(names) != 2:
-            return None
-        run = self._store.named(account, *names)
+        return self._present(account, *names) if len(names) == 2 else None
+
+    def _present(self, account: str, experiment: str, trial: str) -> Job | None:
+        run = self._store.named(account, experiment, trial)
         return None if run is None or run.wish == "delete" else self._jobs.by_id[run.id]
 
     async def default_job(self, account: str) -> Job:

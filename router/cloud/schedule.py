@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 State = Literal["idle", "starting", "running", "stopping", "failed"]
+TAKE_PLACES: tuple[State, ...] = ("starting", "running", "stopping")
+"""The states in which a run has a place."""
 ASKED_FOR = 120.0
 """Seconds for which a run stays in the queue without another request: an agent that was told to try
 again does so within them."""
@@ -84,7 +86,7 @@ def plan(seats: Iterable[S], now: float, rules: Rules) -> Plan[S]:
     """
     seats = list(seats)
     out: Plan[S] = Plan()
-    held = [seat for seat in seats if seat.state in ("starting", "running", "stopping")]
+    held = [seat for seat in seats if seat.state in TAKE_PLACES]
     waiting = [seat for seat in seats if _waits(seat, now)]
     for seat in waiting:
         times = (at for at in (seat.asked_at + ASKED_FOR, seat.retry_at) if at > now)
@@ -123,6 +125,11 @@ def _in_turn(waiting: list[S], held: Counter[str]) -> list[S]:
 def _waits(seat: Seat, now: float) -> bool:
     if seat.ends or seat.state not in ("idle", "failed") or seat.wanted_at is None:
         return False
+    return asked_lately(seat, now)
+
+
+def asked_lately(seat: Seat, now: float) -> bool:
+    """Return whether its place in the queue still counts."""
     return seat.waiting > 0 or now - seat.asked_at < ASKED_FOR
 
 

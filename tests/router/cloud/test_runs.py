@@ -231,8 +231,7 @@ async def test_a_client_that_leaves_amid_a_change_leaves_no_half_of_it(opening: 
 async def test_one_who_comes_back_after_minutes_is_in_the_queue_again(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("schedule", "jobs"):
-        monkeypatch.setattr(f"router.cloud.{module}.ASKED_FOR", 0.5)
+    monkeypatch.setattr("router.cloud.schedule.ASKED_FOR", 0.5)
     async with opening(places=1, hold=0.1, quiet_after=1000.0) as cloud:
         alice, bob = await cloud.account("alice"), await cloud.account("bob")
         await until(lambda: _answers(cloud, alice), "alice's start")
