@@ -16,7 +16,7 @@ from proxy_ext.export.endpoint import Answer, SampledToken
 from proxy_ext.export.forced_logprobs import sampling_scale
 
 _BENDING = ("logit_bias", "penalty", "grammar")
-"""What makes log-probabilities others than the model's own."""
+"""Reasons for which log-probabilities are not the model's own."""
 _LEAST_LOGPROB = -9999.0
 """OpenAI's log-probability of a token that is never sampled."""
 
@@ -91,12 +91,12 @@ class Sums:
     calls_equal: int = 0
     finish_reason_equal: int = 0
     output_tokens: int = 0
-    """Of the answers whose number the service says, as the next one."""
+    """The tokens of the answers whose number the service says, as the next one."""
     recorded_output_tokens: int = 0
     compared_calls: int = 0
     compared_tokens: int = 0
     difference_mean: float | None = None
-    """Of the log-probabilities of the compared tokens, nats."""
+    """The mean difference of the compared tokens' log-probabilities, nats."""
     difference_max: float | None = None
     not_compared: dict[str, int] = field(default_factory=dict)
     """The calls whose log-probabilities are not compared, by the reason."""

@@ -1,4 +1,4 @@
-"""What the ways of a replay share: compared log-probabilities, sampling, printed answers."""
+"""The parts that ways of a replay share: compared log-probabilities, sampling, shown answers."""
 
 from __future__ import annotations
 

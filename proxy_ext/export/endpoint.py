@@ -74,7 +74,7 @@ class Endpoint:
         self.failures: Counter[str] = Counter()
         """The calls without an answer, by kind."""
         self.said: dict[str, str] = {}
-        """What the service said at the first failure of each kind."""
+        """The words of the service at the first failure of each kind."""
         self.answered = 0
         self._seconds = seconds
         self._room = asyncio.Semaphore(at_once)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from any_agent.config import Config
@@ -53,7 +54,7 @@ class EndpointReplay:
         self._spelling, self._no_spelling = _spelling_of(config)
         self.sums = Sums()
         self.problems: Counter[str] = Counter()
-        """What kept calls or sessions from being sent."""
+        """The calls and sessions that were not sent, by the reason."""
 
     def report(self, problem: str) -> None:
         """Count and print a session that cannot be read."""
@@ -192,8 +193,10 @@ class EndpointReplay:
 
 def _spelling_of(config: Config) -> tuple[Spelling | None, str | None]:
     """Return how the recorded model spells its tokens, or why that is not known."""
+    if not config.model.path:
+        return None, "the recorded model's tokens are not known: the trial names no model.path"
     try:
-        chat = words_of(None, config.model.path or None, config.model).chat
+        chat = words_of(None, Path(config.model.path), config.model).chat
     except AnyAgentError as error:
         return None, f"the recorded model's tokens are not known: {error.message}"
     return (lambda id: (chat.token_bytes(id), chat.token_text(id))), None

@@ -58,7 +58,10 @@ async def record(trial: RunDir, *calls: dict[str, Any], session: str = "s-0-a") 
     for k, fields in enumerate(calls):
         parent = fields.pop("parent", None)
         made = make_interaction(f"{session}-{k}", session, parent)
-        values = {"message_delta": HI, "gconfig": GenerationHyperparameters(max_new_tokens=7)}
+        values: dict[str, Any] = {
+            "message_delta": HI,
+            "gconfig": GenerationHyperparameters(max_new_tokens=7),
+        }
         await rank.journal.commit(PutInteraction(replace(made, **values | fields)))
     await rank.stop()
 
@@ -281,7 +284,7 @@ async def test_log_probabilities_are_compared_only_where_they_mean_the_same(
 ) -> None:
     ids = [40, 41, 42]
     texts = [chat.token_text(id) for id in ids]
-    tokens = {"output_ids": id_array(ids), "output_versions": id_array([0] * 3)}
+    tokens: dict[str, Any] = {"output_ids": id_array(ids), "output_versions": id_array([0] * 3)}
     tokens["output_logprobs"] = logprob_array([-0.5, -1.0, -2.0])
     plain, warm = (GenerationHyperparameters(max_new_tokens=7, temperature=t) for t in (1.0, 0.5))
     whole = list(zip(texts, (-0.5, -1.25, -1.5), strict=True))
@@ -425,7 +428,7 @@ async def test_no_more_calls_than_allowed_are_under_way(trial: RunDir) -> None:
             full.set()
         await full.wait()
         # Whoever else would come has time to.
-        for _ in range(20):
+        for _turn in range(20):
             await asyncio.sleep(0)
         running -= 1
         return completion("ho")
