@@ -109,7 +109,7 @@ class SessionTraces:
         self, before: SessionRow, after: SessionRow, statements: Iterable[Statement]
     ) -> None:
         for number, each in enumerate(statements):
-            if isinstance(each, SetReward):
+            if isinstance(each, SetReward) and each.value is not None:
                 attributes = {
                     "gen_ai.evaluation.name": each.name or "reward",
                     "gen_ai.evaluation.score.value": each.value,

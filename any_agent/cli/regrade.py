@@ -25,8 +25,8 @@ archives of all ranks, whether the service runs or not.
 """
 _EPILOG = """\
 GRADER is module.function, as for sessions.grader: it takes a session as a dictionary (session_id,
-mode, task_id, metadata, interactions with messages and output_message) and returns a number, or
-several by name, which sessions.reward_weights add up. It runs in processes of its own.
+mode, task_id, metadata, feedback, interactions with messages and output_message) and returns a
+number, or several by name, which sessions.reward_weights add up. It runs in processes of its own.
 
 --out has a line of JSON for each session: session_id, task_id, group_id, state, old, new, rewards
 (the grader's parts by name), problem (why there is no new one). old is the reward that the session

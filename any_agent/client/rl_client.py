@@ -26,6 +26,7 @@ from any_agent.protocol.rl import (
     UNREACHABLE_HEADER,
     Abort,
     Feedback,
+    FeedbackGiven,
     Finalize,
     Heartbeat,
     ListSessions,
@@ -189,20 +190,23 @@ class RLClient:
 
     async def feedback(
         self,
-        value: Literal["up", "down"] | float,
+        value: Literal["up", "down"] | float | None = None,
         *,
+        text: str | None = None,
         completion_id: str | None = None,
         session_id: str | None = None,
         api_key: str | None = None,
-    ) -> RewardSet:
+    ) -> FeedbackGiven:
         """Set what a user thinks of an answer, or without its id of a session, as the reward named
-        ``feedback``: thumbs ``up`` (1) or ``down`` (-1), or a number.
+        ``feedback``: thumbs ``up`` (1) or ``down`` (-1), or a number. ``text`` is what the user
+        says, which is kept with the session; alone it sets no reward.
 
         Under a tenant's key, the client's own, an answer's id finds its session.
         """
         given = {"thumbs" if isinstance(value, str) else "score": value}
-        body = checked(Feedback, **given, completion_id=completion_id, session_id=session_id)
-        return await self._call(RewardSet, "POST", "/feedback", body, key=api_key, once=True)
+        about = {"completion_id": completion_id, "session_id": session_id}
+        body = checked(Feedback, **given, text=text, **about)
+        return await self._call(FeedbackGiven, "POST", "/feedback", body, key=api_key, once=True)
 
     async def finalize(
         self,

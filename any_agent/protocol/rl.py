@@ -48,6 +48,8 @@ Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
 MAX_REWARD = 1e6
+MAX_FEEDBACK_TEXT = 4096
+"""The most characters of one text of feedback."""
 _MAX_NAMED_REWARDS = 32
 
 
@@ -225,19 +227,26 @@ class Feedback(StrictBody):
     """`up` is 1, and `down` is -1: no feedback adds 0."""
     score: Score = None
     """A number instead."""
+    text: Annotated[str, StringConstraints(min_length=1, max_length=MAX_FEEDBACK_TEXT)] | None = (
+        None
+    )
+    """What the user says in words. They are kept with the session; alone they set no reward."""
     completion_id: str | None = None
     """The id of the answer; it also finds the session."""
     session_id: str | None = None
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:
-        if (self.thumbs is None) == (self.score is None):
-            raise ValueError("give either thumbs or score")
+        if self.thumbs is not None and self.score is not None:
+            raise ValueError("give either thumbs or score, not both")
+        if self.value is None and self.text is None:
+            raise ValueError("give thumbs or a score, text, or both")
         return self
 
     @property
-    def value(self) -> float:
-        if self.score is not None:
+    def value(self) -> float | None:
+        """The reward; None for words alone."""
+        if self.thumbs is None:
             return self.score
         return 1.0 if self.thumbs == "up" else -1.0
 
@@ -247,8 +256,14 @@ class RewardSet(BaseModel):
     session_id: str
     interaction_id: str | None
     """The rewarded interaction; None for the session's final reward."""
-    reward: float
-    """The present sum of its named and unnamed rewards."""
+    reward: float | None
+    """The present sum of its named and unnamed rewards; None after words alone where there is
+    none."""
+
+
+class FeedbackGiven(RewardSet):
+    text_stored: bool
+    """True if the request's text is kept; a run with `sessions.store_content: false` drops it."""
 
 
 class Finalize(StrictBody):
@@ -358,16 +373,21 @@ class RewardEntry(BaseModel):
     interaction_id: str | None
     """The rewarded interaction; None for the session's final reward."""
     name: str | None
-    value: float
+    value: float | None
+    """None for words alone."""
     by: str
     """The holder of the key, or the part of the service, that set it."""
     at: float
     """Seconds since the epoch."""
+    text: str | None = None
+    """What a user said with it. The agent does not see the words of a session that others
+    reward."""
 
 
 class SessionDetails(SessionInfo):
     reward_history: list[RewardEntry]
-    """All rewards as they were set, oldest first; only the last ones if there are many."""
+    """All rewards and words as they were given, oldest first; only the last ones if there are
+    many."""
     rewards_given: int
     """The total number of rewards that were set."""
 
@@ -381,6 +401,17 @@ class InteractionContent(BaseModel):
     finish_reason: str
 
 
+class FeedbackContent(BaseModel):
+    interaction_id: str | None
+    """The answer that it is about; None for the whole session."""
+    value: float | None
+    """The reward; None for words alone."""
+    text: str | None
+    by: str
+    at: float
+    """Seconds since the epoch."""
+
+
 class SessionContent(BaseModel):
     """The messages of a session: its calls of the policy, oldest first."""
 
@@ -388,6 +419,8 @@ class SessionContent(BaseModel):
     mode: Literal["train", "eval"]
     task_id: str | None
     metadata: dict[str, Any]
+    feedback: list[FeedbackContent] = []
+    """What users thought of it, oldest first."""
     interactions: list[InteractionContent]
 
     def graded(self) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Regrading:
             if any(map(lacks_texts, calls.tree)):
                 raise GraderFailed("its texts were not stored (sessions.store_content)")
             async with self._grader.free:
-                parts = await self._grader.grade(graded(session, calls.tree))
+                parts = await self._grader.grade(graded(session, calls.tree, record.rewards))
             line["new"] = combined(parts, self._run.settings.sessions.reward_weights)
         except (GraderFailed, ValueError, AnyAgentError) as error:
             problem = str(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from any_agent.errors import StartupError
 from any_agent.runtime.atomic_files import create_empty, fsync
 
-VERSION = 3
+VERSION = 4
 TABLES = """
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, lane TEXT NOT NULL, mode TEXT NOT NULL,
@@ -31,7 +31,7 @@ CREATE TABLE interactions (
 CREATE INDEX interactions_by_session ON interactions (session_id);
 CREATE TABLE rewards (
     number INTEGER PRIMARY KEY, session_id TEXT NOT NULL, interaction_id TEXT, name TEXT,
-    value REAL NOT NULL, by TEXT NOT NULL, at REAL NOT NULL
+    value REAL, by TEXT NOT NULL, at REAL NOT NULL, text TEXT
 ) STRICT;
 CREATE INDEX rewards_by_session ON rewards (session_id);
 CREATE TABLE answers (

@@ -143,7 +143,7 @@ class SessionEnder:
         before which the judge would have to come; where `sessions.grader` is the judge, it decides
         at any deadline.
         """
-        by = author(session.row, caller, final)
+        by = author(session.row, caller, gives=bool(final))
         rewards, late = session.row.rewarded_by, self._config.late_reward
         graded = rewards == "operator" or (rewards == "grader" and late == "grade")
         if deadline is not None and not graded:

@@ -193,8 +193,8 @@ class SessionExpirer:
         with _retried_later(self._sessions, session):
             try:
                 async with self._grader.free:
-                    await self._sessions.load(session)
-                    final = await self._grader.grade(graded_session(session))
+                    content = await graded_session(self._sessions, session)
+                    final = await self._grader.grade(content)
                 await self._settle(session, "graded", final=final, by=f"grader {self._grader.name}")
             except (GraderFailed, Unprocessable) as error:
                 # Unprocessable: also for names that have no weight.

@@ -8,20 +8,21 @@ when they are first needed, and end with this process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import orjson
 
 from any_agent.config import SECRET_VARIABLES, SessionConfig
 from any_agent.errors import ConfigError, Conflict
-from any_agent.protocol.rl import as_reward
+from any_agent.protocol.rl import FeedbackContent, as_reward
 from any_agent.record import InteractionTree
 from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
 from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, WorkerTimeout
 from any_agent.types import Interaction
-from proxy_ext.sessions.rewards import Parts, parts_of
+from proxy_ext.sessions.rewards import FEEDBACK, Parts, parts_of
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 
@@ -32,21 +33,30 @@ class GraderFailed(Exception):
     """The grader gave no reward; the message has the reason."""
 
 
-def graded_session(session: RecordedSession, *, deltas: bool = False) -> dict[str, Any]:
-    """Return a loaded session as graders get it, see :func:`graded`."""
+async def graded_session(
+    sessions: SessionStore, session: RecordedSession, *, deltas: bool = False
+) -> dict[str, Any]:
+    """Return a session as graders get it, see :func:`graded`."""
     row = session.row
+    rewards = [asdict(one) for one in await sessions.journal.rewards(row.id)]
+    await sessions.load(session)
     about = {name: getattr(row, name) for name in ("id", "mode", "task_id", "metadata")}
-    return graded(about, session.tree, deltas=deltas)
+    return graded(about, session.tree, rewards, deltas=deltas)
 
 
 def graded(
-    about: Mapping[str, Any], tree: InteractionTree, *, deltas: bool = False
+    about: Mapping[str, Any],
+    tree: InteractionTree,
+    rewards: Iterable[Mapping[str, Any]],
+    *,
+    deltas: bool = False,
 ) -> dict[str, Any]:
     """Return a session as graders get it: a dict of plain values.
 
     Each interaction has its answer, ``output_message``, and its conversation, ``messages``; with
     ``deltas`` only the messages that it adds to its parent, ``message_delta``. ``about`` has the
-    session's id, mode, task_id and metadata.
+    session's id, mode, task_id and metadata; ``rewards`` are all of its history, of which
+    ``feedback`` has the users'.
     """
 
     def messages(i: Interaction) -> dict[str, Any]:
@@ -57,6 +67,11 @@ def graded(
         "mode": str(about["mode"]),
         "task_id": about["task_id"],
         "metadata": about["metadata"],
+        "feedback": [
+            {name: one.get(name) for name in FeedbackContent.model_fields}
+            for one in rewards
+            if one["name"] == FEEDBACK
+        ],
         "interactions": [
             {
                 "id": i.id,
@@ -88,8 +103,8 @@ async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
             "this run stores no texts (sessions.store_content), so there is nothing to grade",
             code="content_not_stored",
         )
-    await sessions.load(session)
-    return await asyncio.to_thread(orjson.dumps, graded_session(session, deltas=True))
+    content = await graded_session(sessions, session, deltas=True)
+    return await asyncio.to_thread(orjson.dumps, content)
 
 
 class Grader:

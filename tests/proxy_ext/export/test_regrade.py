@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from proxy_ext.export.regrade import Regraded, main, summary_of
+from proxy_ext.journal import SetReward
 from tests.support.archives import Rank, settings_of
 
 GRADERS = """
@@ -35,6 +36,9 @@ def ill(session):
         case "ccc": os._exit(3)
         case "dddd": time.sleep(60)
     return 1.0
+
+def by_users(session):
+    return {one["text"]: one["value"] for one in session["feedback"]}[session["task_id"]]
 
 not_a_function = 7
 """
@@ -90,6 +94,15 @@ async def test_each_session_has_its_old_and_its_new_reward(rank: Rank) -> None:
     figures = json.loads(done.stdout)
     assert (figures["sessions"], figures["with_both"], figures["problems"]) == (5, 4, 0)
     assert (figures["pairs"], figures["flipped_pairs"]) == (3, 3)
+
+
+async def test_a_grader_reads_what_users_thought(rank: Rank) -> None:
+    await recorded(rank, s1=("a", 3.0))
+    for text, value in (("odd", None), ("t", -0.5)):
+        given = SetReward("s1", None, "feedback", value, "user", 5.0, value, text)
+        await rank.journal.commit(given, SetReward("s1", None, "style", 7.0, "me", 5.0, 7.0))
+    assert (await regrade(rank, "my_graders.by_users")).returncode == 0
+    assert lines_of(rank)["s1"]["new"] == -0.5
 
 
 async def test_an_interrupted_run_goes_on_where_it_was(rank: Rank) -> None:
