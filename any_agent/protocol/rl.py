@@ -399,6 +399,8 @@ class InteractionContent(BaseModel):
     """The messages that follow its parent's messages and answer."""
     output_message: dict[str, Any]
     finish_reason: str
+    next_messages: list[list[dict[str, Any]]] = []
+    """What users and tools said to the answer, each continuation with other messages once."""
 
 
 class FeedbackContent(BaseModel):
@@ -439,6 +441,7 @@ class SessionContent(BaseModel):
                     "messages": messages,
                     "output_message": one.output_message,
                     "finish_reason": one.finish_reason,
+                    "next_messages": one.next_messages,
                 }
             )
         return self.model_dump(exclude={"interactions"}) | {"interactions": interactions}
