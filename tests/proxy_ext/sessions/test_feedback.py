@@ -208,17 +208,17 @@ async def test_an_agent_gives_its_judge_no_words_and_reads_none(start: Start) ->
     session = await played(proxy, rewards="judge")
     key = session["api_key"]
     refusal(await proxy.post(PATH, {"text": "A+"}, key), 403, "judge_only", "")
-    await give(proxy, session["judge_key"], text="The answer is 42.")
-    await give(proxy, session["judge_key"], score=0.5, text="Nearly: 42.")
+    await give(proxy, session["judge_key"], text="It is Lisbon.")
+    await give(proxy, session["judge_key"], score=0.5, text="Nearly Lisbon.")
     path = f"/rl/v1/sessions/{session['session_id']}"
     seen = {
         who: await proxy.http.get(path, headers={"authorization": f"Bearer {key}"})
         for who, key in (("agent", key), ("judge", session["judge_key"]))
     }
-    assert "42" not in seen["agent"].text
+    assert "Lisbon" not in seen["agent"].text
     assert [one["value"] for one in seen["agent"].json()["reward_history"]] == [0.5]
     assert [one["value"] for one in seen["judge"].json()["reward_history"]] == [None, 0.5]
-    assert seen["judge"].text.count("42") == 2
+    assert seen["judge"].text.count("Lisbon") == 2
 
 
 async def test_where_both_reward_words_of_the_judge_leave_the_agents_reward(start: Start) -> None:
