@@ -7,7 +7,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -40,6 +40,7 @@ from any_agent.protocol.rl import (
     StartSession,
     Veto,
 )
+from any_agent.protocol.tasks import AskNextTask, NextTask
 from any_agent.protocol.training import (
     Ack,
     Acked,
@@ -278,6 +279,16 @@ class RLClient:
             for line in json.loads(response.content):
                 yield SessionLine.model_validate(line)
             after = response.headers.get(AFTER_HEADER)
+
+    async def next_task(self, task_ids: Sequence[str] = ()) -> NextTask:
+        """Return the task to run next among these, 32 at most, or among those of the latest
+        sessions: tasks that taught nothing lately are drawn less.
+
+        Raises NotFound (`no_known_task`) where none is named and none is known.
+        """
+        asked = checked(AskNextTask, task_id=list(task_ids))
+        query = urlencode({"task_id": asked.task_id}, doseq=True)
+        return await self._call(NextTask, "GET", f"/tasks/next?{query}", repeatable=True)
 
     async def overview(self) -> dict[str, Any]:
         """Return the state of the whole run, as the dashboard's overview shows it."""

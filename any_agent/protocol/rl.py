@@ -230,7 +230,7 @@ class Feedback(StrictBody):
     text: Annotated[str, StringConstraints(min_length=1, max_length=MAX_FEEDBACK_TEXT)] | None = (
         None
     )
-    """What the user says in words. They are kept with the session; alone they set no reward."""
+    """The user's words, which are kept with the session; alone they set no reward."""
     completion_id: str | None = None
     """The id of the answer; it also finds the session."""
     session_id: str | None = None
@@ -380,8 +380,7 @@ class RewardEntry(BaseModel):
     at: float
     """Seconds since the epoch."""
     text: str | None = None
-    """What a user said with it. The agent does not see the words of a session that others
-    reward."""
+    """A user's words with it, which the agent of a session that others reward does not see."""
 
 
 class SessionDetails(SessionInfo):
@@ -400,7 +399,7 @@ class InteractionContent(BaseModel):
     output_message: dict[str, Any]
     finish_reason: str
     next_messages: list[list[dict[str, Any]]] = []
-    """What users and tools said to the answer, each continuation with other messages once."""
+    """The messages of users and tools after the answer, for each continuation that differs."""
 
 
 class FeedbackContent(BaseModel):
@@ -422,7 +421,7 @@ class SessionContent(BaseModel):
     task_id: str | None
     metadata: dict[str, Any]
     feedback: list[FeedbackContent] = []
-    """What users thought of it, oldest first."""
+    """All feedback of users, oldest first."""
     interactions: list[InteractionContent]
 
     def graded(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class RewardRow:
     at: float
     """Seconds since the epoch."""
     text: str | None = None
-    """What a user said with it."""
+    """A user's words with it."""
 
 
 @dataclass(frozen=True, slots=True)
