@@ -50,7 +50,7 @@ class Reward(Protocol):
     @property
     def name(self) -> str | None: ...
     @property
-    def value(self) -> float: ...
+    def value(self) -> float | None: ...
     @property
     def by(self) -> str: ...
     @property
@@ -155,7 +155,8 @@ def _of_provider(frozen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reward_span(row: SessionRow, reward: Reward) -> Span:
-    """Return the span of one reward as it was set."""
+    """Return the span of one reward as it was set; words alone are none."""
+    assert reward.value is not None
     value = float(reward.value)
     attributes = {
         "gen_ai.evaluation.name": reward.name or "reward",

@@ -80,7 +80,7 @@ class SessionTraces:
         self, before: SessionRow, after: SessionRow, statements: Iterable[Statement]
     ) -> None:
         for each in statements:
-            if isinstance(each, SetReward):
+            if isinstance(each, SetReward) and each.value is not None:
                 self._add(reward_span(after, each))
         if before.ended_at is None and after.ended_at is not None:
             self._add(session_span(after, after.ended_at))

@@ -86,7 +86,8 @@ class TraceLines:
                 ended=call.created_at,
             )
         for reward in rewards:
-            yield reward_span(row, reward)
+            if reward.value is not None:
+                yield reward_span(row, reward)
 
 
 def _rows(record: ArchiveRecord) -> tuple[SessionRow, list[RewardRow]]:
