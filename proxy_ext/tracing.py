@@ -73,11 +73,12 @@ class SessionTraces:
             prompt = session.tree.prompt_ids(interaction.id)
             messages = session.tree.messages(interaction.id) if self._content else []
         versions = interaction.output_versions
+        answered = interaction.model if "adapter" in interaction.request else self._model
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "any_agent",
             "gen_ai.request.model": interaction.model or self._model,
-            "gen_ai.response.model": self._model,
+            "gen_ai.response.model": answered,
             "gen_ai.response.id": interaction.id,
             "gen_ai.response.finish_reasons": [interaction.finish_reason],
             "gen_ai.request.temperature": gconfig.temperature,
