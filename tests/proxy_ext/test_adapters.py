@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from any_agent.record import InteractionTree, strip_content
+from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 from tests.support.engine.adapters import by_peft, write_adapter
 from tests.support.engine.embedded import error_of
@@ -96,20 +96,33 @@ async def test_each_call_is_sampled_by_the_model_that_it_names_and_says_so(
             assert one.request.get("adapter") == engine.adapters.get(one.model)
             assert one.untrainable_reason == ("adapter" if by in folders else None)
             assert one.loss_mask().sum() == (0 if by in folders else len(output))
-            assert strip_content(one).request.get("adapter") == one.request.get("adapter")
 
 
-async def test_the_journal_keeps_which_adapter_sampled(
-    start: Start, real_engine: tuple[EmbeddedEngine, str], settings: list[str], tmp_path: Path
+async def test_in_a_train_session_the_policys_own_tokens_alone_are_trained_on(
+    start: Start, real_engine: tuple[EmbeddedEngine, str], settings: list[str]
 ) -> None:
+    """Also where texts are not kept, and for a turn of the policy after one of an adapter."""
     engine, url = real_engine
-    proxy = await start(*settings, "sessions.store_content=false", engine_url=url, training=False)
-    session = await proxy.open(mode="eval")
-    answer = await proxy.complete(session["api_key"], model="ann")
-    (kept,) = await proxy.recorded(session["session_id"])
-    assert (kept.id, kept.request["adapter"]) == (answer["id"], engine.adapters["ann"])
-    rows = await proxy.export(session["session_id"])
-    assert sum(rows[session["session_id"]][kept.id]["loss_mask"]) == 0
+    proxy = await start(*settings, "sessions.store_content=false", engine_url=url, admit=9)
+    session = await proxy.open()
+    key, place = session["api_key"], f"/rl/v1/sessions/{session['session_id']}/interactions"
+    messages: list[dict[str, Any]] = list(HELLO)
+    for model, reason in (("ann", "adapter"), ("policy", None), ("bob", "adapter")):
+        response = await proxy.call(key, messages, model=model)
+        assert response.headers.get("x-any-agent-untrainable") == reason
+        messages += [response.json()["choices"][0]["message"], MORE]
+    recorded = await proxy.recorded(session["session_id"])
+    adapters = [engine.adapters["ann"], None, engine.adapters["bob"]]
+    assert [one.request.get("adapter") for one in recorded] == adapters
+    shown = (await proxy.http.get(place)).json()["interactions"]
+    assert [each["adapter"] for each in shown] == adapters
+    done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+    assert (done.json()["trainable_calls"], done.json()["untrainable_calls"]) == (1, {"adapter": 2})
+    rows = (await proxy.export(session["session_id"]))[session["session_id"]]
+    trained = {id: sum(row["loss_mask"]) for id, row in rows.items()}
+    assert trained == {
+        one.id: 0 if one.request.get("adapter") else len(one.output_ids) for one in recorded
+    }
 
 
 async def test_adapters_are_listed_and_known_by_name(

@@ -31,8 +31,8 @@ _Pair = tuple[Tensor, Tensor]
 class _Tiles:
     """The rows of a batch that adapters change, in tiles of equal height and one adapter each.
 
-    There are at most two tiles for each adapter of the batch, plus one, so that padding is bounded
-    however unequal the numbers of rows are.
+    There are fewer than two tiles for each adapter of the batch, so that padding is bounded however
+    unequal the numbers of rows are.
     """
 
     adapters: Tensor | None
