@@ -59,7 +59,7 @@ class EngineRequest:
 
     @property
     def prompt(self) -> tuple[str | None, tuple[int, ...]]:
-        """What decides on its prompt's states: the adapter and the ids."""
+        """The adapter and the ids, which decide on the states of its prompt."""
         return self.adapter, tuple(self.input_ids)
 
     @property
