@@ -11,7 +11,9 @@ from any_agent.config import load_config
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
 
-MODELS = '[{"model_name": "mine", "litellm_params": {"model": "openai/m"}}]'
+MODELS = (
+    '[{"model_name": "mine", "litellm_params": {"model": "openai/m", "api_key": "os.environ/K"}}]'
+)
 
 
 def test_adapters_are_set_by_name_in_files_and_on_command_lines(tmp_path: Path) -> None:

@@ -74,4 +74,3 @@ def test_a_service_samples_from_each_adapter_by_its_name(
         reason = interaction["untrainable_reason"]
         assert reason == (None if model == "policy" else "adapter")
         assert (interaction["adapter"] or "policy@").partition("@")[0] == model
-        assert tokens["trained"] == (model == "policy")
