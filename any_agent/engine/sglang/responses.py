@@ -109,10 +109,11 @@ class ChunkReader:
         adapter = meta.get("adapter")
         name = None if adapter is None else str(adapter).partition("@")[0]
         if name != self._adapter:
-            asked = "no adapter" if self._adapter is None else f"the adapter {self._adapter[:80]!a}"
+            asked = "the model alone" if self._adapter is None else f"the adapter {self._adapter!a}"
+            told = "none" if name is None else "another one"
             raise EngineMismatch(
-                f"the engine's answer is not proven to come from {asked} that was asked for: only "
-                "the embedded engine serves adapters"
+                f"the call asked for {asked}, and of adapters the engine's answer names {told}: "
+                "only the embedded engine serves them"
             )
         return None if adapter is None else str(adapter)
 

@@ -54,7 +54,7 @@ def test_an_answer_must_name_the_adapter_that_was_asked_for() -> None:
     for told in ({}, {"adapter": "other@12"}, {"adapter": "min@12"}, {"adapter": 3}):
         with fails_with(EngineMismatch, "'mine'"):
             ChunkReader(ask).read(meta(1, 1, **told))
-    with fails_with(EngineMismatch, "no adapter"):
+    with fails_with(EngineMismatch, "the model alone"):
         ChunkReader(request()).read(meta(1, 1, adapter="mine@12"))
     chunk = ChunkReader(ask).read(meta(1, 1, adapter="mine@12"))
     assert (chunk.adapter, chunk.output_ids) == ("mine@12", [30])
