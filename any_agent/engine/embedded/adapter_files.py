@@ -153,6 +153,6 @@ def _config(what: str, path: Path, data: Mapping[str, Any]) -> AdapterConfig:
     rank, alpha = data.get("r"), data.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"{what}: r in {path / CONFIG} must be a number of at least 1")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigError(f"{what}: lora_alpha in {path / CONFIG} must be a finite number")
     return AdapterConfig(rank, alpha / (math.sqrt(rank) if data.get("use_rslora") else rank))

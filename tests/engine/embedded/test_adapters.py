@@ -50,8 +50,10 @@ def models(tiny_model_dir: Path, folders: dict[str, str]) -> dict[str | None, An
     from transformers import AutoModelForCausalLM
 
     plain: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
-    found = {name: by_peft(tiny_model_dir, Path(folder)) for name, folder in folders.items()}
-    return {None: plain, **found}
+    found: dict[str | None, Any] = {None: plain}
+    for name, folder in folders.items():
+        found[name] = by_peft(tiny_model_dir, Path(folder))
+    return found
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ async def test_rows_of_adapters_and_of_the_base_share_batches_exactly(
         assert by == {engine.adapters.get(str(ask.adapter))}
         assert len(ids) == ask.gconfig.max_new_tokens
         temperature = ask.gconfig.temperature
-        fresh = fresh_logprobs(models[ask.adapter], ask.input_ids, ids, temperature)
+        fresh = fresh_logprobs(models[ask.adapter], list(ask.input_ids), ids, temperature)
         assert worst(logprobs, fresh) < 1e-5, ask.adapter
 
 
@@ -216,7 +218,7 @@ async def test_an_interrupted_call_goes_on_under_its_adapter(
         ids, logprobs, by = sampled(chunks)
         assert len(ids) == 120
         assert by == {engine.adapters.get(str(ask.adapter))}
-        fresh = fresh_logprobs(models[ask.adapter], ask.input_ids, ids)
+        fresh = fresh_logprobs(models[ask.adapter], list(ask.input_ids), ids)
         assert worst(logprobs, fresh) < 1e-5
 
 
