@@ -121,7 +121,7 @@ def call_span(
         model = call.model
     else:
         attributes |= {
-            "gen_ai.response.model": model,
+            "gen_ai.response.model": call.model if "adapter" in call.request else model,
             "gen_ai.request.temperature": call.gconfig.temperature,
             "gen_ai.request.top_p": call.gconfig.top_p,
             "gen_ai.request.max_tokens": call.gconfig.max_new_tokens,

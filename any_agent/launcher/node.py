@@ -287,7 +287,7 @@ class Node:
         require_devices(config, trains=trains)
         if place.ranks_of(config):
             require_grader(config)
-            require_engines(config)
+            require_engines(config, trains=options.train)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
         fresh = not self.dir.path.exists()

@@ -58,7 +58,7 @@ def session(id: str = IDS[0], **more: Any) -> dict[str, Any]:
 
 
 CALL = {
-    **dict.fromkeys(("parent_id", "branch_reason", "untrainable_reason", "reward")),
+    **dict.fromkeys(("parent_id", "branch_reason", "untrainable_reason", "reward", "adapter")),
     "id": "chatcmpl-1",
     "number": 1,
     "depth": 0,
