@@ -345,7 +345,7 @@ class Node:
         loads = engines and not self.config.engine.urls and self.options.weights is None
         wanted = [self.config.model.path] if loads or trains else []
         if trains:
-            wanted.append(self.config.train.reference_model)
+            wanted += [self.config.train.reference_model, self.config.train.teacher]
         for model in dict.fromkeys(filter(on_hub, wanted)):
             bring_model(model, self.options.say, check=self.check)
             self._offline = parts_variables()
