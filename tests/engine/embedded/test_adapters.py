@@ -137,7 +137,7 @@ async def test_rows_of_adapters_and_of_the_base_share_batches_exactly(
         assert len(ids) == ask.gconfig.max_new_tokens
         temperature = ask.gconfig.temperature
         fresh = fresh_logprobs(models[ask.adapter], list(ask.input_ids), ids, temperature)
-        assert worst(logprobs, fresh) < 1e-5, ask.adapter
+        assert worst(logprobs, fresh) < 1e-4, ask.adapter
 
 
 async def test_a_prompt_is_shared_by_the_calls_of_one_adapter_only(
@@ -159,12 +159,12 @@ async def test_a_prompt_is_shared_by_the_calls_of_one_adapter_only(
         outs = [generation.request for generation in running]
         assert [out.cached_tokens for out in outs] == [0] * 4 + [25] * 8
         for out, name in zip(outs, NAMES * 3, strict=True):
-            assert error_of(models, out, name) < 1e-5
+            assert error_of(models, out, name) < 1e-4
         # So it is with what is kept when nothing runs.
         for name in NAMES:
             again = await answered(engine, asked("again", ids, name))
             assert again.cached_tokens == 25
-            assert error_of(models, again, name) < 1e-5
+            assert error_of(models, again, name) < 1e-4
     assert await engine.clear_cache()
     first = [await answered(engine, asked("r", prompt(25), name)) for name in NAMES]
     assert [out.cached_tokens for out in first] == [0] * 4
@@ -176,7 +176,7 @@ async def test_one_adapter_continues_what_another_sampled(
     ids = prompt(12)
     for turn, name in enumerate((*NAMES, None, "low", "high")):
         out = await answered(engine, asked(f"turn{turn}", ids, name, max_new_tokens=10))
-        assert error_of(models, out, name) < 1e-5
+        assert error_of(models, out, name) < 1e-4
         ids = [*ids, *out.output_ids, *prompt(3, turn)]
 
 
@@ -194,7 +194,7 @@ async def test_adapters_stay_beside_weights_that_change(
     other = by_peft(other_model_dir, Path(folders["high"]))
     out = after.request
     assert out.cached_tokens == 0, "the prompt's states are of the earlier weights"
-    assert worst(out.logprobs, fresh_logprobs(other, out.input_ids, out.output_ids)) < 1e-5
+    assert worst(out.logprobs, fresh_logprobs(other, out.input_ids, out.output_ids)) < 1e-4
     assert out.adapter == engine.adapters["high"]
 
 
@@ -219,7 +219,7 @@ async def test_an_interrupted_call_goes_on_under_its_adapter(
         assert len(ids) == 120
         assert by == {engine.adapters.get(str(ask.adapter))}
         fresh = fresh_logprobs(models[ask.adapter], list(ask.input_ids), ids)
-        assert worst(logprobs, fresh) < 1e-5
+        assert worst(logprobs, fresh) < 1e-4
 
 
 async def test_an_engine_that_returns_with_other_files_does_not_continue_a_call(
