@@ -45,6 +45,7 @@ from any_agent.runtime.request_limits import Reservation
 from router.affinity import SESSION_HEADER, key_in
 from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
+from router.cloud.asked import Answers
 from router.cloud.jobs import Job, Jobs
 from router.cloud.launching import Launching
 from router.cloud.routes import OwnRoutes
@@ -82,6 +83,7 @@ class Cloud(Entrance):
         accounts: Accounts,
         store: RunStore,
         jobs: Jobs,
+        answers: Answers,
         upstream: Upstream,
         audit: AuditLog,
         public_url: str,
@@ -93,7 +95,7 @@ class Cloud(Entrance):
         self._jobs = jobs
         self._upstream = upstream
         self._audit = audit
-        self._routes = OwnRoutes(config, accounts, store, jobs, self.replies, public_url)
+        self._routes = OwnRoutes(config, accounts, store, jobs, answers, self.replies, public_url)
 
     async def answer(
         self, request: web.BaseRequest, reservation: Reservation
@@ -163,14 +165,14 @@ class Cloud(Entrance):
                 "the operator's key is for accounts and runs; calls need an account's key"
             )
         if named is not None:
-            return _Destination(self._routes.job_named(caller.tenant, *named), target)
+            return _Destination(self._routes.runs.job_named(caller.tenant, *named), target)
         content: bytes | None = None
         if request.method == "POST" and api_at(path) is not None:
             content = await body.read()
             model = (json_object(content) or {}).get("model")
-            if (meant := self._routes.job_of_model(caller.tenant, model)) is not None:
+            if (meant := self._routes.runs.job_of_model(caller.tenant, model)) is not None:
                 return _Destination(meant, target, content)
-        return _Destination(await self._routes.default_job(caller.tenant), target, content)
+        return _Destination(await self._routes.runs.default_job(caller.tenant), target, content)
 
     def _job_of_session(self, key: str) -> Job:
         """Return the run that a session's or a judge's key is of; Unauthenticated for a wrong key.
@@ -239,7 +241,8 @@ async def running_cloud(
         keeping = asyncio.create_task(jobs.keep())
         keeping.add_done_callback(_end_if_failed)
         stack.push_async_callback(_end, keeping)
-        cloud = Cloud(config, accounts, store, jobs, upstream, audit, public_url)
+        answers = await Answers.open(store)
+        cloud = Cloud(config, accounts, store, jobs, answers, upstream, audit, public_url)
         await stack.enter_async_context(listening(cloud, listener))
         yield cloud
 

@@ -25,7 +25,7 @@ from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
 from router.cloud.launching import Launching
 from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan
-from router.cloud.store import Run, RunStore, Wish
+from router.cloud.store import Answer, Run, RunStore, Wish
 
 log = logging.getLogger(__name__)
 
@@ -124,19 +124,21 @@ class Jobs:
 
     # -- runs ----------------------------------------------------------------------------------
 
-    async def add(self, run: Run) -> Job:
-        """Store a new run."""
-        await self._store.add(run)
-        job = self.by_id[run.id] = Job(run, self._config)
-        return job
+    async def add(self, job: Job, answer: Answer | None) -> None:
+        """Store a new run, with the answer to its request."""
+        await self._store.add(job.run, answer)
+        self.by_id[job.run.id] = job
 
-    async def change(self, job: Job, wish: Wish) -> None:
-        """Store what a run's owner wants of it, and act on it.
+    async def change(self, job: Job, wish: Wish, answer: Answer | None = None) -> None:
+        """Store what a run's owner wants of it, with the answer to that, and act on it.
 
         NotFound (`unknown_run`) for one that is being removed, unless that is what is wanted.
         """
-        if not await self._store.change(job.run, wish) and wish != "delete":
-            raise _deleted(job.run)
+        if not await self._store.change(job.run, wish, answer):
+            if wish != "delete":
+                raise _deleted(job.run)
+            if answer is not None:
+                await self._store.keep(answer)
         job.run = self._store.runs.get(job.run.id, job.run)
         if job.ends:
             job.wanted_at, job.position = None, 0
@@ -244,7 +246,8 @@ class Jobs:
             job.limits.discard(limit)
 
     def _not_ready(self, job: Job) -> ServiceUnavailable:
-        message = f"the run {job.run.name} cannot answer yet: {self.reason(job)}; try again"
+        reason = self.reason(job, job.run)
+        message = f"the run {job.run.name} cannot answer yet: {reason}; try again"
         if job.state == "failed":
             again = max(1.0, job.retry_at - time.monotonic())
             return ServiceUnavailable(message, code="run_failed", retry_after=again)
@@ -252,10 +255,13 @@ class Jobs:
         details = {"state": state, "run": job.run.id, "position": job.position}
         return RunNotReady(message, code=f"run_{state}", retry_after=again, details=details)
 
-    def reason(self, job: Job) -> str:
-        """Return in words why a run does not answer requests, or that it does."""
-        if job.run.wish != "serve":
-            return "it is being removed" if job.run.wish == "delete" else "its owner stopped it"
+    def reason(self, job: Job, run: Run) -> str:
+        """Return in words why a run does not answer requests, or that it does.
+
+        ``run``: the job's, with what its owner wants.
+        """
+        if run.wish != "serve":
+            return "it is being removed" if run.wish == "delete" else "its owner stopped it"
         if self._draining:
             return "the service stops"
         if job.state == "failed":
