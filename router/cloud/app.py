@@ -16,8 +16,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
+from multidict import CIMultiDict
 
-from any_agent.auth.access import Caller, Scope
+from any_agent.auth.access import METRICS_SCOPES, Caller, Scope, authorize
 from any_agent.auth.audit_log import AuditLog
 from any_agent.completions.apis import api_at
 from any_agent.config.base import NAME_PATTERN
@@ -41,6 +42,7 @@ from any_agent.rundir.layout import locked
 from any_agent.runtime.atomic_files import make_folder, make_shared_folder
 from any_agent.runtime.file_owner import own_file, require_own_entries, require_own_folder
 from any_agent.runtime.logs import Redactor
+from any_agent.runtime.metrics import CONTENT_TYPE, Exposition
 from any_agent.runtime.request_limits import Reservation
 from router.affinity import SESSION_HEADER, key_in
 from router.body import RequestBody, json_object
@@ -48,9 +50,11 @@ from router.cloud.accounts import Accounts
 from router.cloud.asked import Answers
 from router.cloud.jobs import Job, Jobs
 from router.cloud.launching import Launching
+from router.cloud.metrics import of_cloud
 from router.cloud.routes import OwnRoutes
 from router.cloud.store import RunStore
 from router.entrance import Entrance, listening
+from router.metrics import of_entrance
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
 
 log = logging.getLogger(__name__)
@@ -106,6 +110,9 @@ class Cloud(Entrance):
             return await self.replies.json(request, self._routes.health())
         key = key_in(request.headers)
         try:
+            if path == "/metrics" and request.method == "GET":
+                authorize(METRICS_SCOPES, self._caller(key, reservation))
+                return await self._show_metrics(request)
             handler = self._routes.find(request.method, path)
             if handler is not None:
                 caller = self._caller(key, reservation)
@@ -119,6 +126,12 @@ class Cloud(Entrance):
             self._audit.refusal(error.code, route=route, claimed=key_id(key))
             raise
         return await self._pass_on(request, body, to)
+
+    async def _show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        readings = [*of_entrance(self.stats, "cloud"), *of_cloud(self._jobs)]
+        body = Exposition("cloud", lambda: readings).render()
+        head = CIMultiDict({hdrs.CONTENT_TYPE: CONTENT_TYPE, hdrs.CONTENT_LENGTH: str(len(body))})
+        return await self.replies.send(request, 200, head, body)
 
     async def drain(self, within: float) -> None:
         """Refuse new requests, and wait until the runs have ended, up to ``within`` seconds."""

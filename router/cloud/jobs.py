@@ -7,10 +7,11 @@ import logging
 import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from any_agent.auth.access import signer_of
 from any_agent.config.cloud import CloudConfig
@@ -23,8 +24,9 @@ from any_agent.errors import (
 )
 from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
+from any_agent.runtime.metrics import Histogram
 from router.cloud.launching import Launching
-from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan
+from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan, why_stopped
 from router.cloud.store import Answer, Run, RunStore, Wish
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,22 @@ _FIRST_PAUSE, _MOST_DOUBLED = 5.0, 6
 """Seconds until a run that failed is started again; each failure doubles them, so many times."""
 _ROUND = 0.1
 """Seconds between two looks at the schedule at least."""
+End: TypeAlias = Literal["idle", "quiet", "turn", "stopped", "deleted", "draining", "failed"]
+WAIT_OUTCOMES = ("answered", "refused", "left")
+_WAIT_BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 20, 45, 100)
 _REMOVE_EVERY = 5.0
 """Seconds between two attempts to remove a run's files."""
+
+
+class JobStats:
+    """Counts what becomes of the runs and of the requests that wait for them."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.ends: Counter[End] = Counter()
+        """Number of ends of services by reason."""
+        self.waits = {outcome: Histogram(_WAIT_BOUNDS) for outcome in WAIT_OUTCOMES}
+        """Seconds that requests waited for a run that was not ready."""
 
 
 class Job:
@@ -68,6 +84,8 @@ class Job:
         self.ready = asyncio.Event()
         self.leaves = asyncio.Event()
         """It is to finish what is under way, and end."""
+        self.end: End = "failed"
+        """Why its service ends, if nothing goes wrong with it."""
         self.ended = asyncio.Event()
         """No process of it runs."""
         self.ended.set()
@@ -117,6 +135,7 @@ class Jobs:
         self._launching = launching
         self._folder = folder
         self._rules = Rules(config.places, config.idle_after, config.quiet_after, config.turn)
+        self.stats = JobStats()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -155,6 +174,10 @@ class Jobs:
         """Give the runs of an account its present keys, which those that run follow at once."""
         folders = [job.dir for job in self.of_account(account)]
         await self._launching.write_keys(account, folders)
+
+    @property
+    def places(self) -> int:
+        return self._config.places
 
     def log_of(self, run: Run) -> Path:
         return self._launching.log_of(run)
@@ -202,8 +225,8 @@ class Jobs:
         with the reason for one that is not ready within `hold` seconds.
         """
         self._ask(job)
-        while not job.ready.is_set():
-            await self._wait(job)
+        if not job.ready.is_set():
+            await self._until_ready(job)
         job.calls += 1
         try:
             yield job.origin
@@ -228,6 +251,18 @@ class Jobs:
             job.wanted_at = now
             self._changed.set()
         job.asked_at = now
+
+    async def _until_ready(self, job: Job) -> None:
+        since, outcome = time.monotonic(), "left"
+        try:
+            while not job.ready.is_set():
+                await self._wait(job)
+            outcome = "answered"
+        except AnyAgentError:
+            outcome = "refused"
+            raise
+        finally:
+            self.stats.waits[outcome].observe(time.monotonic() - since)
 
     async def _wait(self, job: Job) -> None:
         waiting = [j for j in self.by_id.values() if j.limits]
@@ -306,13 +341,16 @@ class Jobs:
 
     def _round(self) -> float:
         """Start and stop what the schedule says; return when to look again at the latest."""
-        todo = plan(self.by_id.values(), time.monotonic(), self._rules)
+        now = time.monotonic()
+        todo = plan(self.by_id.values(), now, self._rules)
         for job in self.by_id.values():
             job.position = 0
         for position, job in enumerate(todo.queue, 1):
             job.position = position
         for job in todo.stop:
-            self._stop(job)
+            why = why_stopped(job, now, self._rules)
+            ended_by: End = "deleted" if job.run.wish == "delete" else "stopped"
+            self._stop(job, ended_by if why == "owner" else why)
         for job in () if self._draining else todo.start:
             self._begin(job)
         return todo.again_at
@@ -321,14 +359,15 @@ class Jobs:
         taken = {other.place for other in self.by_id.values() if other.takes_place}
         job.place = next(k for k in range(self._config.places) if k not in taken)
         job.state, job.position = "starting", 0
+        self.stats.starts += 1
         job.ended.clear()
         job.leaves.clear()
         self._spawn(self._serve(job))
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: Job, why: End) -> None:
         """Let a run finish the requests and the step under way, and end."""
-        log.info("run %s (%s) stops", job.run.id, job.run.name)
-        job.state = "stopping"
+        log.info("run %s (%s) stops: %s", job.run.id, job.run.name, why)
+        job.state, job.end = "stopping", why
         job.ready.clear()
         job.leaves.set()
 
@@ -354,6 +393,7 @@ class Jobs:
         job.ready.clear()
         job.wanted_at = now if job.waiting and not job.ends else None
         job.state = "idle"
+        self.stats.ends["failed" if problem else job.end] += 1
         if problem and not job.ends:
             pause = _FIRST_PAUSE * 2 ** min(job.failures, _MOST_DOUBLED)
             job.failures += 1
@@ -370,7 +410,7 @@ class Jobs:
         for job in list(self.by_id.values()):
             job.hurry()
             if job.state in ("starting", "running"):
-                self._stop(job)
+                self._stop(job, "draining")
         for job in list(self.by_id.values()):
             await job.ended.wait()
 
@@ -378,6 +418,18 @@ class Jobs:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def state_of(job: Job, run: Run) -> str:
+    """Return the state of a job, with what its owner wants, in the words that people see."""
+    if run.wish == "delete":
+        return "deleting"
+    if run.wish == "stop":
+        return "stopping" if job.state != "idle" else "stopped"
+    return "queued" if job.position else job.state
+
+
+STATES = ("idle", "queued", "starting", "running", "stopping", "stopped", "failed", "deleting")
 
 
 def _deleted(run: Run) -> NotFound:

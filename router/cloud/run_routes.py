@@ -27,7 +27,7 @@ from any_agent.errors import (
 from any_agent.rundir.layout import latest_step, read_json
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Act, Asked
-from router.cloud.jobs import Job, Jobs
+from router.cloud.jobs import Job, Jobs, state_of
 from router.cloud.store import Answer, Run, RunStore, Wish
 
 _Answering: TypeAlias = Callable[[Job], Awaitable[Answer | None]]
@@ -239,15 +239,6 @@ class RunRoutes:
         if caller.scope is Scope.ADMIN:
             view |= {"folder": str(job.dir.path), "log": str(self._jobs.log_of(run))}
         return view
-
-
-def state_of(job: Job, run: Run) -> str:
-    """Return the state of a job in the words of docs/how-to/run-a-service.md."""
-    if run.wish == "delete":
-        return "deleting"
-    if run.wish == "stop":
-        return "stopping" if job.state != "idle" else "stopped"
-    return "queued" if job.position else job.state
 
 
 def _progress(job: Job) -> dict[str, Any]:
