@@ -27,6 +27,7 @@ from any_agent.errors import (
     Forbidden,
     ReplyLost,
     ServiceUnavailable,
+    SessionMismatch,
     StartupError,
     Unauthenticated,
 )
@@ -34,6 +35,7 @@ from any_agent.keys import (
     JUDGE_KEY_PREFIX,
     LANE_KEY_PREFIXES,
     SESSION_KEY_PREFIX,
+    TAG_DIGITS,
     key_id,
     lane_in,
     session_prefix,
@@ -44,7 +46,7 @@ from any_agent.runtime.file_owner import own_file, require_own_entries, require_
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.metrics import CONTENT_TYPE, Exposition
 from any_agent.runtime.request_limits import Reservation
-from router.affinity import SESSION_HEADER, key_in
+from router.affinity import SESSION_HEADER, SESSIONS_PATH, key_in
 from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Answers
@@ -61,7 +63,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = ".cloud"
 """The cloud's own folder in `root`; no account can have this name."""
-_TAG = 8
 _LAST_ANSWERS = 2.0
 """Seconds that answers have to reach their clients once all runs have ended."""
 _REDACTOR = Redactor()
@@ -180,12 +181,23 @@ class Cloud(Entrance):
         if named is not None:
             return _Destination(self._routes.runs.job_named(caller.tenant, *named), target)
         content: bytes | None = None
-        if request.method == "POST" and api_at(path) is not None:
+        sessions = _named_sessions(request, path)
+        if request.method == "POST" and (api_at(path) is not None or path.startswith("/rl/")):
             content = await body.read()
-            model = (json_object(content) or {}).get("model")
-            if (meant := self._routes.runs.job_of_model(caller.tenant, model)) is not None:
-                return _Destination(meant, target, content)
-        return _Destination(await self._routes.runs.default_job(caller.tenant), target, content)
+            fields = json_object(content) or {}
+            if api_at(path) is not None:
+                meant = self._routes.runs.job_of_model(caller.tenant, fields.get("model"))
+                if meant is not None:
+                    return _Destination(meant, target, content)
+            else:
+                names = (fields.get("session_id"), fields.get("api_key"))
+                sessions += [name for name in names if isinstance(name, str)]
+        jobs = [self._routes.runs.job_of_session(caller.tenant, name) for name in sessions]
+        found = {job.run.id: job for job in jobs if job is not None}
+        if len(found) > 1:
+            raise SessionMismatch("the request names sessions of different runs")
+        job = next(iter(found.values()), None) or await self._routes.runs.default_job(caller.tenant)
+        return _Destination(job, target, content)
 
     def _job_of_session(self, key: str) -> Job:
         """Return the run that a session's or a judge's key is of; Unauthenticated for a wrong key.
@@ -193,7 +205,7 @@ class Cloud(Entrance):
         It is checked here: a forged one must not start a run.
         """
         lane = lane_in(key)
-        job = self._jobs.by_id.get(lane.id[:_TAG]) if lane is not None else None
+        job = self._jobs.by_id.get(lane.id[:TAG_DIGITS]) if lane is not None else None
         judge = key.startswith(JUDGE_KEY_PREFIX)
         if (
             job is None
@@ -229,6 +241,16 @@ class Cloud(Entrance):
                 response.headers["x-any-agent-experiment"] = job.run.experiment
                 response.headers["x-any-agent-trial"] = job.run.trial
                 return await self.replies.relay(request, response)
+
+
+def _named_sessions(request: web.BaseRequest, path: str) -> list[str]:
+    """Return the ids of sessions that a request of an account's key has in its head."""
+    names = [*request.headers.getall(SESSION_HEADER, ())]
+    if (prefix := session_prefix(unquote(path))) is not None:
+        names.append(prefix)
+    if path.startswith(SESSIONS_PATH):
+        names.append(unquote(path[len(SESSIONS_PATH) :]).partition("/")[0])
+    return [*names, *request.query.getall("session_id", ())]
 
 
 @asynccontextmanager

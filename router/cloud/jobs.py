@@ -25,7 +25,7 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.metrics import Histogram
-from router.cloud.launching import Launching
+from router.cloud.launching import Failure, Launching
 from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan, why_stopped
 from router.cloud.store import Answer, Run, RunStore, Wish
 
@@ -73,8 +73,8 @@ class Job:
         """Its files are being removed."""
         self.failures = 0
         """Failures since it was ready last."""
-        self.note = ""
-        """The words of its last failure."""
+        self.failure = Failure("")
+        """Its last failure."""
         self.position = 0
         """Its position in the queue, from 1; 0 while it is not in it."""
         self.place = 0
@@ -290,10 +290,11 @@ class Jobs:
         details = {"state": state, "run": job.run.id, "position": job.position}
         return RunNotReady(message, code=f"run_{state}", retry_after=again, details=details)
 
-    def reason(self, job: Job, run: Run) -> str:
+    def reason(self, job: Job, run: Run, *, operator: bool = False) -> str:
         """Return in words why a run does not answer requests, or that it does.
 
-        ``run``: the job's, with what its owner wants.
+        ``run``: the job's, with what its owner wants. The ``operator`` sees a failure's details,
+        which may name places on this machine.
         """
         if run.wish != "serve":
             return "it is being removed" if run.wish == "delete" else "its owner stopped it"
@@ -302,7 +303,9 @@ class Jobs:
         if job.state == "failed":
             pause = job.retry_at - time.monotonic()
             when = f"in {pause:.0f} s at the earliest" if pause > 0 else "at once"
-            return f"{job.note}; a request starts it again, {when}"
+            failed = job.failure
+            details = f" ({failed.details})" if operator and failed.details else ""
+            return f"{failed.words}{details}; a request starts it again, {when}"
         if job.state == "idle" and job.position:
             taken = sum(other.takes_place for other in self.by_id.values())
             return (
@@ -380,7 +383,7 @@ class Jobs:
             job.ready.set()
             self._changed.set()
 
-        problem = "it was cut off"
+        problem: Failure | None = Failure("it was cut off")
         try:
             problem = await self._launching.serve(
                 job.run, job.dir, job.place, job.leaves, became_ready
@@ -388,18 +391,18 @@ class Jobs:
         finally:
             self._ended(job, problem)
 
-    def _ended(self, job: Job, problem: str) -> None:
+    def _ended(self, job: Job, problem: Failure | None) -> None:
         now = time.monotonic()
         job.ready.clear()
         job.wanted_at = now if job.waiting and not job.ends else None
         job.state = "idle"
-        self.stats.ends["failed" if problem else job.end] += 1
-        if problem and not job.ends:
+        self.stats.ends["failed" if problem is not None else job.end] += 1
+        if problem is not None and not job.ends:
             pause = _FIRST_PAUSE * 2 ** min(job.failures, _MOST_DOUBLED)
             job.failures += 1
-            job.state, job.note, job.retry_at = "failed", problem, now + pause
-            console = self.log_of(job.run)
-            log.error("run %s (%s): %s (%s)", job.run.id, job.run.name, problem, console)
+            job.state, job.failure, job.retry_at = "failed", problem, now + pause
+            told = (problem.words, problem.details or self.log_of(job.run))
+            log.error("run %s (%s): %s (%s)", job.run.id, job.run.name, *told)
         job.ended.set()
         self._changed.set()
 

@@ -24,6 +24,7 @@ from any_agent.errors import (
     TooManyRequests,
     Unauthenticated,
 )
+from any_agent.keys import TAG_DIGITS, lane_in, rank_of_session, tag_of_session
 from any_agent.rundir.layout import latest_step, read_json
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Act, Asked
@@ -157,6 +158,34 @@ class RunRoutes:
         run = self._store.named(account, experiment, trial)
         return None if run is None or run.wish == "delete" else self._jobs.by_id[run.id]
 
+    def job_of_session(self, account: str, session_id: str) -> Job | None:
+        """Return the run of a session by its id or key; None for a text that is neither, which any
+        run refuses.
+
+        NotFound for an id of no run of the account, or of one that it does not name: ids of AReaL's
+        form do not.
+        """
+        lane = lane_in(session_id)
+        tag = tag_of_session(session_id) if lane is None else lane.id[:TAG_DIGITS]
+        if tag is not None:
+            job = self._jobs.by_id.get(tag)
+            if job is None or job.account != account or job.run.wish == "delete":
+                # As a rank says it, whoever's the run is.
+                raise NotFound(
+                    "there is no session of that name; check the key or id",
+                    code="session_not_found",
+                )
+            return job
+        runs = self._store.of_account(account)
+        if rank_of_session(session_id) is None or len(runs) < 2:
+            return None
+        raise NotFound(
+            f"the id {session_id[:80]} does not say of which of your {len(runs)} runs it is: put "
+            f"the run into the URL, {self._public_url}/runs/EXPERIMENT/TRIAL/..., or send the "
+            "session's own key",
+            code="run_not_named",
+        )
+
     async def default_job(self, account: str) -> Job:
         """Return the newest run of an account that is not stopped, else the newest one.
 
@@ -221,6 +250,7 @@ class RunRoutes:
 
     async def _view(self, job: Job, run: Run, caller: Caller) -> dict[str, Any]:
         """Return what a caller sees of a job, as it is with this wish of its owner."""
+        operator = caller.scope is Scope.ADMIN
         view: dict[str, Any] = {
             "id": run.id,
             "account": run.account,
@@ -230,13 +260,13 @@ class RunRoutes:
             "preset": run.preset,
             "settings": run.settings,
             "state": state_of(job, run),
-            "reason": self._jobs.reason(job, run),
+            "reason": self._jobs.reason(job, run, operator=operator),
             "position": (job.position or None) if run.wish == "serve" else None,
             "created_at": run.created_at,
             "base_url": f"{self._public_url}/runs/{run.experiment}/{run.trial}/v1",
             **await asyncio.to_thread(_progress, job),
         }
-        if caller.scope is Scope.ADMIN:
+        if operator:
             view |= {"folder": str(job.dir.path), "log": str(self._jobs.log_of(run))}
         return view
 
