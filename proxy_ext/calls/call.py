@@ -298,7 +298,12 @@ class Call:
         index, interaction = completion.choice.index, completion.interaction
         self._sampled[index] = len(interaction.output_ids)
         session = self.session
+        prompt = self.head.prompt_tokens if index == 0 else None
+        usage = self._sessions.usage_of(interaction, prompt=prompt)
         if session is None:
+            if usage:
+                self._recording.add(asyncio.current_task())
+                await self._sessions.deliveries.commit(*usage)
             self._timer.recorded(completion, earlier=None)
             for listener in self._sessions.listeners:
                 listener.on_call(None, interaction, self._tenant)
@@ -309,7 +314,7 @@ class Call:
                 # Recorded only: it answers neither this request nor a retry of it.
                 await record(session, interaction, completion.key, None)
                 raise VersionGone.of(self.pinned, int(interaction.output_versions[-1]))
-            durable = await record(session, interaction, completion.key, self.mark)
+            durable = await record(session, interaction, completion.key, self.mark, *usage)
             self.recorded[index] = durable
             self._timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
         self._answers[index] = interaction

@@ -14,6 +14,7 @@ from any_agent.errors import Conflict, Forbidden, NotFound
 from router.cloud.accounts import Accounts, key_view
 from router.cloud.asked import Act, Asked
 from router.cloud.jobs import Jobs
+from router.cloud.metering import Metering
 from router.cloud.store import RunStore
 
 
@@ -32,6 +33,7 @@ class AccountRoutes:
         accounts: Accounts,
         store: RunStore,
         jobs: Jobs,
+        metering: Metering,
         making: defaultdict[str, asyncio.Lock],
         public_url: str,
     ) -> None:
@@ -40,6 +42,7 @@ class AccountRoutes:
         self._accounts = accounts
         self._store = store
         self._jobs = jobs
+        self._metering = metering
         self._making = making
         self._public_url = public_url
         one = "/rl/v1/accounts/([^/]+)"
@@ -136,6 +139,7 @@ class AccountRoutes:
             for key in self._accounts.keys_of(name):
                 if key.revoked_at is None:
                     await self._accounts.revoke(name, key.id)
+            await self._metering.close_account(name)
             keys = self._accounts.keys_of(name)
             await self._store.forget_answers([f"key {key.id}" for key in keys])
         return 202, {"account": name, "state": "deleting", "runs": len(jobs)}

@@ -52,6 +52,7 @@ from router.cloud.accounts import Accounts
 from router.cloud.asked import Answers
 from router.cloud.jobs import Job, Jobs
 from router.cloud.launching import Launching
+from router.cloud.metering import Metering
 from router.cloud.metrics import of_cloud
 from router.cloud.routes import OwnRoutes
 from router.cloud.store import RunStore
@@ -88,6 +89,7 @@ class Cloud(Entrance):
         accounts: Accounts,
         store: RunStore,
         jobs: Jobs,
+        metering: Metering,
         answers: Answers,
         upstream: Upstream,
         audit: AuditLog,
@@ -100,7 +102,9 @@ class Cloud(Entrance):
         self._jobs = jobs
         self._upstream = upstream
         self._audit = audit
-        self._routes = OwnRoutes(config, accounts, store, jobs, answers, self.replies, public_url)
+        self._routes = OwnRoutes(
+            config, accounts, store, jobs, metering, answers, self.replies, public_url
+        )
 
     async def answer(
         self, request: web.BaseRequest, reservation: Reservation
@@ -272,12 +276,13 @@ async def running_cloud(
         stack.push_async_callback(asyncio.to_thread, audit.close)
         launching = Launching(config, folder, upstream, accounts.keys_of, public_url)
         stack.callback(launching.close)
-        jobs = Jobs(config, store, launching, folder)
-        keeping = asyncio.create_task(jobs.keep())
-        keeping.add_done_callback(_end_if_failed)
-        stack.push_async_callback(_end, keeping)
+        metering = Metering(store)
+        jobs = Jobs(config, store, launching, metering, folder)
+        for keeping in (asyncio.create_task(metering.keep()), asyncio.create_task(jobs.keep())):
+            keeping.add_done_callback(_end_if_failed)
+            stack.push_async_callback(_end, keeping)
         answers = await Answers.open(store)
-        cloud = Cloud(config, accounts, store, jobs, answers, upstream, audit, public_url)
+        cloud = Cloud(config, accounts, store, jobs, metering, answers, upstream, audit, public_url)
         await stack.enter_async_context(listening(cloud, listener))
         yield cloud
 
@@ -296,9 +301,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _end_if_failed(task: asyncio.Task[None]) -> None:
-    """End the process if the task that starts and stops runs has failed: nothing else would."""
+    """End the process if a task has failed that keeps runs or their bill: nothing else would."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("no run is started or stopped any more: the cloud ends", exc_info=error)
+        log.critical("runs or their bill are kept no more: the cloud ends", exc_info=error)
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -44,11 +44,12 @@ class Asked:
     content: bytes
     route: str
     """Method and path."""
+    query: str = ""
     key: str | None = None
     """Its `Idempotency-Key`."""
     hash: bytes = b""
-    now: Callable[[], float] = field(default=time.time, repr=False)
-    """The answers' clock."""
+    clock: AnswerClock | None = None
+    """The answers' clock, for a request with a key."""
     earlier: Answer | None = None
     """The answer that an equal request had."""
     kept: bool = False
@@ -60,11 +61,11 @@ class Asked:
 
         ``shown_key``: the id of a key whose text the answer has beside ``data``.
         """
-        if self.key is None:
+        if self.key is None or self.clock is None:
             return None
         self.kept = True
         caller = self.caller.identity
-        body, now = orjson.dumps(data), self.now()
+        body, now = orjson.dumps(data), self.clock.now
         return Answer(caller, self.route, self.key, self.hash, status, body, shown_key, now)
 
     def require_operator(self) -> None:
@@ -123,7 +124,7 @@ class Answers:
         if request.method != "GET":
             key = idempotency_key(request.headers.getall(IDEMPOTENCY_KEY, ()))
         if key is None:
-            yield Asked(caller, content, route)
+            yield Asked(caller, content, route, query)
             return
         await self._sweep()
         sessions = request.headers.getall(SESSION_HEADER, ())
@@ -138,7 +139,7 @@ class Answers:
                     "the request without Idempotency-Key",
                     code="too_many_answers",
                 )
-            yield Asked(caller, content, route, key, hashed, lambda: self._clock.now, earlier)
+            yield Asked(caller, content, route, query, key, hashed, self._clock, earlier)
 
     async def finish(self, asked: Asked, status: int, data: Any) -> None:
         """Store the answer of a route whose effect may happen twice, and so was not stored with

@@ -26,6 +26,7 @@ from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.metrics import Histogram
 from router.cloud.launching import Failure, Launching
+from router.cloud.metering import Metering
 from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan, why_stopped
 from router.cloud.store import Answer, Run, RunStore, Wish
 
@@ -127,12 +128,18 @@ class Jobs:
     """All jobs, and the loop that starts and stops them."""
 
     def __init__(
-        self, config: CloudConfig, store: RunStore, launching: Launching, folder: Path
+        self,
+        config: CloudConfig,
+        store: RunStore,
+        launching: Launching,
+        metering: Metering,
+        folder: Path,
     ) -> None:
         """``folder``: of the files that the cloud itself keeps for each run."""
         self._config = config
         self._store = store
         self._launching = launching
+        self._metering = metering
         self._folder = folder
         self._rules = Rules(config.places, config.idle_after, config.quiet_after, config.turn)
         self.stats = JobStats()
@@ -183,13 +190,17 @@ class Jobs:
         return self._launching.log_of(run)
 
     async def _remove(self, job: Job) -> None:
-        """Remove all files of a run that has ended, and then its row; repeat what fails."""
+        """Remove all files of a run that has ended, and then its row; repeat what fails.
+
+        What it has used is kept.
+        """
         if job.removing:
             return
         job.removing = True
         await job.ended.wait()
         while True:
             try:
+                await self._metering.copy([(job.run, job.dir)])
                 await asyncio.to_thread(self._remove_files, job)
                 await self._store.remove(job.run)
             except (OSError, sqlite3.Error, AnyAgentError) as error:
@@ -385,9 +396,12 @@ class Jobs:
 
         problem: Failure | None = Failure("it was cut off")
         try:
-            problem = await self._launching.serve(
-                job.run, job.dir, job.place, job.leaves, became_ready
-            )
+            async with self._metering.staying(job.run, self._launching.gpus_of(job.place)):
+                problem = await self._launching.serve(
+                    job.run, job.dir, job.place, job.leaves, became_ready
+                )
+        except sqlite3.Error as error:
+            problem = Failure("its place cannot be noted for its bill", str(error))
         finally:
             self._ended(job, problem)
 

@@ -95,6 +95,7 @@ class Launching:
         self._upstream = upstream
         self._keys_of = keys_of
         self._public_url = public_url
+        self._gpus = visible_gpus()
         # Children end with the thread that started them, so that one lives as long as we do.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launching")
 
@@ -168,7 +169,7 @@ class Launching:
         write_atomic(path, yaml.safe_dump(settings, sort_keys=False))
         command = Command(
             [*PROGRAM, "--config", str(path)],
-            variables=gpu_share(visible_gpus(), place, self._config.places),
+            variables=self._variables(place),
             secrets={ADMIN_KEY_VARIABLE: service.admin_key},
         )
         console = self.log_of(run)
@@ -242,6 +243,14 @@ class Launching:
                 content = await answer.read()
                 return content if answer.status == HTTPStatus.OK else None
         return None
+
+    def gpus_of(self, place: int) -> int:
+        """Return the number of GPUs that a place has."""
+        devices = self._variables(place).get("CUDA_VISIBLE_DEVICES", "")
+        return len(devices.split(",")) if devices else 0
+
+    def _variables(self, place: int) -> dict[str, str]:
+        return gpu_share(self._gpus, place, self._config.places)
 
     def close(self) -> None:
         """Let the thread end that started the services, and with it those that are left."""

@@ -21,15 +21,17 @@ from router.cloud.account_routes import AccountRoutes
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Act, Answers
 from router.cloud.jobs import Jobs
+from router.cloud.metering import Metering
 from router.cloud.run_routes import RunRoutes
 from router.cloud.store import RunStore
+from router.cloud.usage_routes import UsageRoutes
 
 Handler: TypeAlias = Callable[[web.BaseRequest, RequestBody, Caller], Awaitable[web.StreamResponse]]
 _Result: TypeAlias = tuple[int, Any, dict[str, str]]
 T = TypeVar("T")
 
 _MAX_BODY = 65_536
-_ROOTS = ("/rl/v1/accounts", "/rl/v1/account", "/rl/v1/runs")
+_ROOTS = ("/rl/v1/accounts", "/rl/v1/account", "/rl/v1/runs", "/rl/v1/usage")
 
 
 class OwnRoutes:
@@ -41,6 +43,7 @@ class OwnRoutes:
         accounts: Accounts,
         store: RunStore,
         jobs: Jobs,
+        metering: Metering,
         answers: Answers,
         replies: ClientResponder,
         public_url: str,
@@ -51,10 +54,11 @@ class OwnRoutes:
         self._replies = replies
         self._acting: set[asyncio.Task[Any]] = set()
         making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        parts = (config, accounts, store, jobs, making, public_url.rstrip("/"))
-        self._accounts = AccountRoutes(*parts)
-        self.runs = RunRoutes(*parts)
-        table = (*self._accounts.table, *self.runs.table)
+        url = public_url.rstrip("/")
+        self._accounts = AccountRoutes(config, accounts, store, jobs, metering, making, url)
+        self.runs = RunRoutes(config, accounts, store, jobs, making, url)
+        usage = UsageRoutes(jobs, metering)
+        table = (*self._accounts.table, *self.runs.table, *usage.table)
         self._table = [(method, re.compile(path), act) for method, path, act in table]
 
     def find(self, method: str, path: str) -> Handler | None:

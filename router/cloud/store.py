@@ -18,7 +18,7 @@ from any_agent.runtime.atomic_files import owner_only
 
 Wish = Literal["serve", "stop", "delete"]
 
-FORMAT = 2
+FORMAT = 3
 FILE = "cloud.sqlite"
 _TABLES = f"""
 BEGIN;
@@ -46,6 +46,34 @@ CREATE TABLE answers (
     PRIMARY KEY (caller, route, key)
 ) STRICT;
 CREATE INDEX answers_by_time ON answers (created_at);
+CREATE TABLE usage (
+    run TEXT NOT NULL,
+    part TEXT NOT NULL,
+    day TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    sampled_tokens INTEGER NOT NULL,
+    calls INTEGER NOT NULL,
+    sessions INTEGER NOT NULL,
+    trained_tokens INTEGER NOT NULL,
+    steps INTEGER NOT NULL,
+    PRIMARY KEY (run, part, day)
+) STRICT;
+CREATE TABLE stays (
+    id TEXT PRIMARY KEY,
+    run TEXT NOT NULL,
+    began_at REAL NOT NULL,
+    seconds REAL NOT NULL,
+    gpus INTEGER NOT NULL
+) STRICT;
+CREATE INDEX stays_by_run ON stays (run);
+CREATE TABLE billed (
+    run TEXT PRIMARY KEY,
+    account TEXT NOT NULL,
+    experiment TEXT NOT NULL,
+    trial TEXT NOT NULL,
+    created_at REAL NOT NULL
+) STRICT;
+CREATE INDEX billed_by_account ON billed (account);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 PRAGMA user_version = {FORMAT};
 COMMIT;
@@ -95,7 +123,7 @@ class Answer:
     """Seconds of the answers' clock."""
 
 
-_Statement: TypeAlias = tuple[str, tuple[Any, ...]]
+SQL: TypeAlias = tuple[str, tuple[Any, ...]]
 _ANSWER = ", ".join(Answer.__dataclass_fields__)
 
 
@@ -111,6 +139,7 @@ class RunStore:
         self.runs: dict[str, Run] = {}
         """All runs by id, the oldest first."""
         self._of_account: dict[str, dict[str, Run]] = {}
+        self._used_ids: set[str] = set()
         self._committing: set[asyncio.Task[bool]] = set()
 
     @classmethod
@@ -123,6 +152,7 @@ class RunStore:
             store = cls(connection, thread)
             for run in await loop.run_in_executor(thread, _read, connection):
                 store._put(run)
+            store._used_ids.update(id for (id,) in await store.read("SELECT run FROM billed", ()))
         except sqlite3.DatabaseError as error:
             thread.shutdown(wait=False)
             raise StartupError(
@@ -140,13 +170,16 @@ class RunStore:
         rest = (json.dumps(run.settings), run.wish, run.created_at)
         marks = ", ".join("?" * (len(values) + len(rest)))
         insert = (f"INSERT INTO runs VALUES ({marks})", (*values, *rest))
-        await self._commit(lambda: self._put(run), insert, *_kept(answer))
+        # It stays when the run goes: its bill is the account's.
+        billed = (run.id, run.account, run.experiment, run.trial, run.created_at)
+        bill = ("INSERT INTO billed VALUES (?, ?, ?, ?, ?)", billed)
+        await self.commit(lambda: self._put(run), insert, bill, *_kept(answer))
 
     async def change(self, run: Run, wish: Wish, answer: Answer | None = None) -> bool:
         """Store a wish, and with it the answer to it; return False, and change nothing, for a run
         that is being removed."""
         # The present one, as another change may have come between.
-        return await self._commit(
+        return await self.commit(
             lambda: self._put(replace(self.runs[run.id], wish=wish)),
             ("UPDATE runs SET wish = ? WHERE id = ? AND wish != 'delete'", (wish, run.id)),
             *_kept(answer),
@@ -155,13 +188,13 @@ class RunStore:
     async def remove(self, run: Run) -> None:
         """Remove a run."""
         drop = ("DELETE FROM runs WHERE id = ?", (run.id,))
-        await self._commit(lambda: self._drop(run), drop)
+        await self.commit(lambda: self._drop(run), drop)
 
     # -- answers -------------------------------------------------------------------------------
 
     async def answer(self, caller: str, route: str, key: str) -> Answer | None:
         """Return the stored answer to a request; None without one."""
-        rows = await self._read(
+        rows = await self.read(
             f"SELECT {_ANSWER} FROM answers WHERE caller = ? AND route = ? AND key = ?",
             (caller, route, key),
         )
@@ -170,16 +203,16 @@ class RunStore:
     async def answers_of(self, caller: str) -> int:
         """Return the number of stored answers to a caller's requests."""
         sql = "SELECT COUNT(*) FROM answers WHERE caller = ?"
-        return int((await self._read(sql, (caller,)))[0][0])
+        return int((await self.read(sql, (caller,)))[0][0])
 
     async def keep(self, answer: Answer) -> None:
         """Store an answer by itself, in place of an earlier one of its request."""
-        await self._commit(lambda: None, *_kept(answer))
+        await self.commit(lambda: None, *_kept(answer))
 
     async def drop_answers(self, before: float) -> None:
         """Delete the answers created before then, by their own clock."""
         drop = ("DELETE FROM answers WHERE created_at < ?", (before,))
-        await self._commit(lambda: None, drop)
+        await self.commit(lambda: None, drop)
 
     async def forget_answers(self, callers: list[str]) -> None:
         """Delete the answers to these callers."""
@@ -187,21 +220,22 @@ class RunStore:
             "DELETE FROM answers WHERE caller IN (SELECT value FROM json_each(?))",
             (json.dumps(callers),),
         )
-        await self._commit(lambda: None, drop)
+        await self.commit(lambda: None, drop)
 
     async def meta(self, name: str) -> Any:
         """Return a named JSON value, or None."""
-        rows = await self._read("SELECT value FROM meta WHERE name = ?", (name,))
+        rows = await self.read("SELECT value FROM meta WHERE name = ?", (name,))
         return json.loads(rows[0][0]) if rows else None
 
     async def put_meta(self, name: str, value: Any) -> None:
         put = ("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, json.dumps(value)))
-        await self._commit(lambda: None, put)
+        await self.commit(lambda: None, put)
 
     # -- the copy ------------------------------------------------------------------------------
 
     def _put(self, run: Run) -> None:
         self.runs[run.id] = run
+        self._used_ids.add(run.id)
         self._of_account.setdefault(run.account, {})[run.id] = run
 
     def _drop(self, run: Run) -> None:
@@ -226,8 +260,8 @@ class RunStore:
         return next((r for r in own if (r.experiment, r.trial) == (experiment, trial)), None)
 
     def free_id(self) -> str:
-        """Return an id that no run has."""
-        while (id := secrets.token_hex(4)) in self.runs:
+        """Return an id that no run has, nor one of those that were removed and have a bill."""
+        while (id := secrets.token_hex(4)) in self._used_ids:
             pass
         return id
 
@@ -235,15 +269,13 @@ class RunStore:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
         self._thread.shutdown(wait=False)
 
-    async def _read(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    async def read(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         def read() -> list[tuple[Any, ...]]:
             return self._connection.execute(sql, values).fetchall()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
-    async def _commit(
-        self, then: Callable[[], None], first: _Statement, *others: _Statement
-    ) -> bool:
+    async def commit(self, then: Callable[[], None], first: SQL, *others: SQL) -> bool:
         """Commit statements and change the copy; return False, and commit nothing, if the first
         one changes no row."""
 
@@ -268,7 +300,7 @@ class RunStore:
         return await asyncio.shield(committing)
 
 
-def _kept(answer: Answer | None) -> tuple[_Statement, ...]:
+def _kept(answer: Answer | None) -> tuple[SQL, ...]:
     if answer is None:
         return ()
     values = tuple(getattr(answer, name) for name in Answer.__dataclass_fields__)
