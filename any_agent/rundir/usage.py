@@ -1,4 +1,4 @@
-"""What a run has used, as its folder has it: whatever is killed, each number is there once.
+"""The usage of a run, as its folder has it: whatever is killed, each number is there once.
 
 ==================================  =============================================================
 prompt and sampled tokens, calls    the table `usage` of each rank's journal, which a call's commit
@@ -47,7 +47,7 @@ TRAINER = "trainer"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What was used, of one day or of any sum of them."""
+    """The usage of one day, or of any sum of them."""
 
     prompt_tokens: int = 0
     """Tokens of the calls' prompts, once for all choices of a call."""

@@ -50,7 +50,7 @@ _LAUNCHER_ENDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What has gone wrong with a run's service."""
+    """The failure of a run's service."""
 
     words: str
     """For its account: nothing of the operator's machine."""

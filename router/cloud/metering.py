@@ -1,4 +1,4 @@
-"""What accounts and their runs have used: a bill that stays when a run, or its account, is gone.
+"""The usage of accounts and their runs: a bill that stays when a run, or its account, is gone.
 
 Tokens, calls, sessions and steps are counted by a run, in its own folder
 (:mod:`any_agent.rundir.usage`); the cloud copies these numbers when they are asked for, and before
@@ -133,10 +133,10 @@ class Metering:
         for run, name, experiment, trial, _ in billed:
             days = [{"day": day, **used} for day, used in sorted(counted[run].items())]
             view = {"id": run, "experiment": experiment, "trial": trial}
-            view |= {"deleted": run not in self._store.runs, "total": _total(days), "days": days}
+            view |= {"deleted": run not in self._store.runs, "total": total_of(days), "days": days}
             accounts[name].append(view)
         return [
-            {"account": name, "total": _total(run["total"] for run in runs), "runs": runs}
+            {"account": name, "total": total_of(run["total"] for run in runs), "runs": runs}
             for name, runs in sorted(accounts.items())
         ]
 
@@ -167,7 +167,8 @@ def _nothing() -> dict[str, Any]:
     return {**asdict(Usage()), "place_seconds": 0.0, "gpu_seconds": 0.0}
 
 
-def _total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def total_of(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of several views' numbers."""
     total = _nothing()
     for part in parts:
         for name in total:

@@ -10,7 +10,7 @@ from any_agent.auth.access import Scope
 from any_agent.errors import Forbidden, InvalidRequest
 from router.cloud.asked import Act, Asked
 from router.cloud.jobs import Jobs
-from router.cloud.metering import Metering
+from router.cloud.metering import Metering, total_of
 
 _FIELDS = ("from", "to", "account")
 _MAX_FIELDS = 10
@@ -33,7 +33,8 @@ class UsageRoutes:
         jobs = [j for j in self._jobs.by_id.values() if account in (None, j.account)]
         await self._metering.copy((job.run, job.dir) for job in jobs)
         bill = await self._metering.bill(account, first, last, own=not operator)
-        return 200, {"from": first, "to": last, "accounts": bill}
+        total = total_of(each["total"] for each in bill)
+        return 200, {"from": first, "to": last, "total": total, "accounts": bill}
 
 
 def _choice(query: str) -> tuple[str, str, str | None]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import csv
+import io
 import json
 import sqlite3
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
+from any_agent.cli.main import main
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.usage import ADD, TABLE, day_of
 from router.cloud.metering import _by_day
@@ -217,3 +224,35 @@ async def test_an_account_cannot_ask_for_anothers(opening: Opening) -> None:
         alice = await cloud.account("alice")
         await cloud.account("bob")
         assert (await cloud.ask("GET", f"{USAGE}?account=bob", alice)).status_code == 403
+
+
+async def test_the_command_prints_the_bill_of_all_as_json_and_as_csv(
+    opening: Opening,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", ADMIN)
+    async with opening() as cloud:
+        run = await cloud.run(await cloud.account("alice"))
+        other = await cloud.run(await cloud.account("bob"))
+        count(cloud, run, ("2026-11-29", 9, 9), ("2026-11-30", 20, 2))
+        count(cloud, other, ("2026-11-30", 1, 3))
+        settings = yaml.safe_load((tmp_path / "cloud.yaml").read_text())
+        port = urlsplit(cloud.url).port
+        (tmp_path / "this.yaml").write_text(yaml.safe_dump({**settings, "server": {"port": port}}))
+        command = ["cloud", "usage", "--config", str(tmp_path / "this.yaml")]
+        assert await asyncio.to_thread(main, command) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told == (await cloud.ask("GET", USAGE, ADMIN)).json()
+        assert (told["total"]["sampled_tokens"], told["total"]["calls"]) == (14, 3)
+        command += ["--csv", "--from", "2026-11-30"]
+        assert await asyncio.to_thread(main, command) == 0
+        rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+        assert [
+            (row["account"], row["run"], row["day"], row["sampled_tokens"]) for row in rows
+        ] == [("alice", run["id"], "2026-11-30", "2"), ("bob", other["id"], "2026-11-30", "3")]
+        assert await asyncio.to_thread(main, [*command, "--to", "soon"]) == 1
+        assert "is no day" in capsys.readouterr().err
+        serving = ["cloud", "--config", str(tmp_path / "this.yaml"), "--csv"]
+        assert await asyncio.to_thread(main, serving) == 2
