@@ -10,6 +10,7 @@ its last seconds.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import sqlite3
@@ -128,7 +129,7 @@ class Metering:
             after = await self._store.meta(f"closed {account}") or after
         sql = f"{_BILLED} WHERE (? IS NULL OR account = ?) AND created_at > ? ORDER BY created_at"
         billed = await self._store.read(sql, (account, account, after))
-        counted = await self._counted({row[0] for row in billed}, first, last)
+        counted = await self._counted([row[0] for row in billed], first, last)
         accounts: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for run, name, experiment, trial, _ in billed:
             days = [{"day": day, **used} for day, used in sorted(counted[run].items())]
@@ -141,23 +142,23 @@ class Metering:
         ]
 
     async def _counted(
-        self, runs: set[str], first: str, last: str
+        self, runs: list[str], first: str, last: str
     ) -> defaultdict[str, dict[str, dict[str, Any]]]:
         """Return what runs have used, by run and day."""
         out: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
 
         def add(run: str, day: str, **numbers: float) -> None:
-            if run in runs and first <= day <= last:
+            if first <= day <= last:
                 sums = out[run].setdefault(day, _nothing())
                 for name, number in numbers.items():
                     sums[name] += number
 
-        columns = ", ".join(_NAMES)
-        sql = f"SELECT run, day, {columns} FROM usage WHERE day BETWEEN ? AND ?"
-        for run, day, *numbers in await self._store.read(sql, (first, last)):
+        among = ("WHERE run IN (SELECT value FROM json_each(?))", (json.dumps(runs),))
+        usage = f"SELECT run, day, {', '.join(_NAMES)} FROM usage {among[0]}"
+        for run, day, *numbers in await self._store.read(usage, among[1]):
             add(run, day, **dict(zip(_NAMES, numbers, strict=True)))
-        stays = "SELECT run, began_at, seconds, gpus FROM stays"
-        for run, began_at, seconds, gpus in await self._store.read(stays, ()):
+        stays = f"SELECT run, began_at, seconds, gpus FROM stays {among[0]}"
+        for run, began_at, seconds, gpus in await self._store.read(stays, among[1]):
             for day, part in _by_day(began_at, seconds):
                 add(run, day, place_seconds=part, gpu_seconds=part * gpus)
         return out
