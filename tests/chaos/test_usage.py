@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ async def test_usage_is_what_is_recorded_and_all_that_was_answered_over_kills(
             ]
             for _ in range(kills):
                 goal = answered["calls"] + rng.randint(0, 12)
-                await until(lambda goal=goal: answered["calls"] >= goal, "answers")
+                await until(partial(_reached, answered, goal), "answers")
                 await asyncio.to_thread(rank.kill)
                 await asyncio.to_thread(rank.start)
             over.set()
@@ -58,6 +59,10 @@ async def test_usage_is_what_is_recorded_and_all_that_was_answered_over_kills(
     # Of a call that a kill cut off at most one is recorded for each agent.
     assert lost <= AGENTS * (kills + 1)
     figure(f"{kills} kills, {counted.calls} calls counted once, {lost} of them answered to nobody")
+
+
+def _reached(answered: Counter[str], goal: int) -> bool:
+    return answered["calls"] >= goal
 
 
 def _recorded(journal: Path) -> Usage:

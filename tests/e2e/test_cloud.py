@@ -123,8 +123,8 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
         # Calls need no session then, and may name the run as their model.
         talk = [{"role": "user", "content": "count from 3"}]
         call = {"model": "bob/default/trial-1", "messages": talk}
-        said = await _started(url, "/v1/chat/completions", keys["bob"], call)
-        assert said.headers["x-any-agent-experiment"] == "default"
+        answered = await _started(url, "/v1/chat/completions", keys["bob"], call)
+        assert answered.headers["x-any-agent-experiment"] == "default"
         billed = {each["account"]: each for each in (await ask("/rl/v1/usage", ADMIN))["accounts"]}
         assert second.poll() is None
     starts = log.read_text().count(" starts")
@@ -132,7 +132,7 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
         lines = (tmp_path / f"{name}.out").read_text().splitlines()
         told = {id for id, state, _ in map(str.split, lines) if state == "finalized"}
         await asyncio.to_thread(_audit, tmp_path, name, told, record_property)
-        last = [said.json()] if name == "bob" else []
+        last = [answered.json()] if name == "bob" else []
         await asyncio.to_thread(_require_bill, tmp_path, name, billed[name], last)
     record_property("figure", f"{starts} starts of 2 runs on one place, one kill of the cloud")
     assert starts > len(ACCOUNTS)
