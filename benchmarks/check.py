@@ -1,9 +1,10 @@
 """Compare the benchmarks' ratios with the last ones kept: ``python benchmarks/check.py``.
 
-Each benchmark's quick form runs once. A ratio is ours over a peer's figure of the same run, so that
-it means the same on another machine; lower is better. Ratios that became worse by more than
-15 % are named, and the exit code is 1. ``--record`` adds the figures to benchmarks/history.jsonl
-instead.
+A ratio is ours over a peer's figure of the same run, so that it means the same on another machine;
+lower is better. Ratios that are worse by more than 15 % than each of the last three kept are named,
+and the exit code is 1. On a shared machine one run varies by more than that, so a benchmark with
+such a ratio runs twice more, and the best run of each ratio counts. ``--record`` runs each once and
+adds the figures to benchmarks/history.jsonl instead.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
 HISTORY = FOLDER / "history.jsonl"
 WORSE = 1.15
+KEPT = 3
+"""Entries of a benchmark that are compared with."""
+RUNS = 3
+"""Runs, at most, of a benchmark that seems worse."""
 NAMES = (
     "router",
     "proxy",
@@ -61,14 +67,28 @@ def kept(path: Path = HISTORY) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
-def worse(before: dict[str, float], now: dict[str, float]) -> list[str]:
-    """Return a line for each ratio that is worse than before by more than 15 %, or is gone."""
-    out = [f"{name}: gone" for name in before if name not in now]
+def worse(before: Sequence[dict[str, float]], now: dict[str, float]) -> list[str]:
+    """Return a line for each ratio that is worse by more than 15 % than all before, or is gone."""
+    out = [f"{name}: gone" for name in before[-1] if name not in now]
     for name, value in now.items():
-        then = before.get(name)
+        then = max((ratios[name] for ratios in before if name in ratios), default=None)
         if then is not None and value > then * WORSE:
             out.append(f"{name}: {value:.3g}, was {then:.3g} ({value / then - 1:+.0%})")
     return out
+
+
+def compare(name: str, form: str) -> list[str]:
+    """Run a benchmark, again while it seems worse, and return the lines of what is worse."""
+    of_it = [e for e in kept() if (e["benchmark"], e["form"]) == (name, form)][-KEPT:]
+    if not of_it:
+        return [f"nothing is kept for its {form} form; run with --record"]
+    best: dict[str, float] = {}
+    for _ in range(RUNS):
+        for ratio, value in run(name, form).items():
+            best[ratio] = min(value, best.get(ratio, value))
+        if not (found := worse([entry["ratios"] for entry in of_it], best)):
+            break
+    return [f"{line} ({of_it[-1]['commit']})" for line in found]
 
 
 def record(name: str, form: str, ratios: dict[str, float]) -> None:
@@ -99,19 +119,12 @@ def main() -> int:
     for name in args.names or NAMES:
         print(f"== {name}", flush=True)
         try:
-            now = run(name, args.form)
+            if args.record:
+                record(name, args.form, run(name, args.form))
+            else:
+                found += [f"{name}: {line}" for line in compare(name, args.form)]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             found.append(f"{name}: {error}")
-            continue
-        if args.record:
-            record(name, args.form, now)
-            continue
-        of_it = [e for e in kept() if (e["benchmark"], e["form"]) == (name, args.form)]
-        if not of_it:
-            found.append(f"{name}: nothing is kept for its {args.form} form; run with --record")
-            continue
-        last = of_it[-1]
-        found += [f"{name}: {line} ({last['commit']})" for line in worse(last["ratios"], now)]
     for line in found:
         print(f"worse    {line}")
     if not found:

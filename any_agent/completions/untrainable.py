@@ -30,7 +30,6 @@ reached no client. frozen_model: another model than the policy answered. guardra
 
 GUARDRAIL_VETO: Final = "guardrail_veto"
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
-OTHER = "other"  # the label of any other reason, such as the sentences of older journals
 
 
 def has_modified_distribution(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
@@ -62,8 +61,3 @@ def untrainable_reason(
     if reason == "grammar" and len(bound) == len(output_ids) and not all(bound):
         return None
     return reason
-
-
-def code_of(reason: str) -> str:
-    """Return a recorded reason as a label of a metric."""
-    return reason if reason in REASONS else OTHER

@@ -23,14 +23,6 @@ TrackerNames = Annotated[
 ]
 
 
-def _scope_of(value: object) -> object:
-    """Return the scope of a deviation for what was true or false in earlier versions."""
-    return ("group" if value else "none") if isinstance(value, bool) else value
-
-
-NormalizeStd = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scope_of)]
-
-
 class AgentConfig(Section):
     """Agents that the trainer runs on a dataset: classes with `async def run(data, ...)`."""
 
@@ -200,7 +192,7 @@ class TrainConfig(Section):
     of 0."""
     discount: float = Field(1.0, ge=0, le=1)
     """The share of a turn's reward that the turn before it gets."""
-    normalize_std: NormalizeStd | None = None
+    normalize_std: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the scores of the `group` (GRPO) or of the
     `batch`, or not at all: `none` (Dr.GRPO, RLOO). null: the estimator's own."""
     aggregation: Literal["token", "session", "turn", "constant"] | None = None

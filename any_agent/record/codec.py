@@ -30,9 +30,6 @@ FORMAT = 4
 """The number of an interaction's format, which journals keep: it grows when these fields change,
 and other numbers are refused. A trajectory's own fields are only on their way from a rank to a
 trainer of the same version."""
-OLDER_FORMAT = 3  # the format of older journals, which had no parameters that bend the distribution
-NAMED_FORMAT = 2
-"""The format of older journals whose interactions are mappings, with one version per token."""
 
 T = TypeVar("T")
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
@@ -81,8 +78,7 @@ def pack_interaction(interaction: Interaction) -> bytes:
 
 def unpack_interaction(data: bytes) -> Interaction:
     """Invert :func:`pack_interaction`; ValueError names a missing, unknown or wrong field."""
-    plain = _unpack(data, "interaction", OLDER_FORMAT, NAMED_FORMAT)
-    return _interaction(plain, "interaction")
+    return _interaction(_unpack(data, "interaction"), "interaction")
 
 
 def pack_trajectories(trajectories: list[Trajectory]) -> bytes:
@@ -144,8 +140,7 @@ def _from_runs(value: Any, length: int, where: str) -> IdArray:
 
 def _interaction(plain: Any, where: str) -> Interaction:
     """Invert :func:`_interaction_to_list`; ValueError names the field."""
-    named = isinstance(plain, dict)
-    plain = _fields(plain, set(FIELDS), where) if named else _by_name(plain, FIELDS, where)
+    plain = _by_name(plain, FIELDS, where)
     values: dict[str, Any] = {
         name: _typed(plain[name], types, f"{where}.{name}") for name, types in _PLAIN.items()
     }
@@ -154,13 +149,10 @@ def _interaction(plain: Any, where: str) -> Interaction:
     logprobs = _array(plain["output_logprobs"], _FLOAT, f"{where}.output_logprobs")
     values["output_logprobs"] = logprobs.astype(np.float32)
     length = len(values["output_ids"])
-    versions, at = plain["output_versions"], f"{where}.output_versions"
-    values["output_versions"] = (
-        _array(versions, _INT, at).astype(np.int32) if named else _from_runs(versions, length, at)
-    )
-    for name in ("output_logprobs", "output_versions"):
-        if len(values[name]) != length:
-            raise ValueError(f"{where}.{name}: one value per output token is needed")
+    if len(logprobs) != length:
+        raise ValueError(f"{where}.output_logprobs: one value per output token is needed")
+    at = f"{where}.output_versions"
+    values["output_versions"] = _from_runs(plain["output_versions"], length, at)
     for name in _JSON:
         values[name] = _from_json(plain[name], f"{where}.{name}")
     _list_of(values["message_delta"], dict, f"{where}.message_delta")
@@ -212,11 +204,8 @@ def _trajectory_from_dict(plain: Any, where: str) -> Trajectory:
 
 
 def _gconfig(plain: Any, where: str) -> GenerationHyperparameters:
-    if isinstance(plain, dict):
-        plain = _fields(plain, set(_GCONFIG_FIELDS), where)
-    else:
-        bent = isinstance(plain, list) and len(plain) > len(_GCONFIG_FIELDS)
-        plain = _by_name(plain, (*_GCONFIG_FIELDS, *_BENDING) if bent else _GCONFIG_FIELDS, where)
+    bent = isinstance(plain, list) and len(plain) > len(_GCONFIG_FIELDS)
+    plain = _by_name(plain, (*_GCONFIG_FIELDS, *_BENDING) if bent else _GCONFIG_FIELDS, where)
     types = {k: t for k, t in (_GCONFIG | _BENDING).items() if k in plain}
     values = {k: _typed(plain[k], t, f"{where}.{k}") for k, t in types.items()}
     for name, kind in _GCONFIG_LISTS.items():
@@ -241,12 +230,12 @@ def _pack(value: Mapping[str, Any]) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, name: str, *older: int) -> Any:
+def _unpack(data: bytes, name: str) -> Any:
     def read() -> Any:
         return msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
 
     plain = _checked(read, "msgpack")
-    if not isinstance(plain, dict) or plain.get("format") not in (FORMAT, *older):
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         raise ValueError(f"format: {FORMAT} is expected")
     return _fields(plain, {"format", name}, "msgpack")[name]
 

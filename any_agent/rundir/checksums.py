@@ -46,19 +46,16 @@ def write_manifest(folder: Path) -> None:
 def damage(folder: Path) -> str | None:
     """Return how a folder differs from what was written, else None. It reads every file.
 
-    Of a folder without checksums, which an earlier version wrote, only the form of its files is
-    checked. Raises StartupError if this process may not read it, or has nothing left to read it by.
+    Raises StartupError if this process may not read it, or has nothing left to read it by.
     """
-    manifest = folder / MANIFEST
     try:
-        data: Any = json.loads(manifest.read_bytes()) if manifest.exists() else {}
-        sums = data.get("crc32")
-        # A model's folder may have a file of this name that is no manifest of ours.
-        if "files" in data and (problem := checkpoint_problem(folder)) is not None:
+        data: Any = json.loads((folder / MANIFEST).read_bytes())
+        if not {"files", "crc32"} & data.keys():
+            # A model's folder may have a file of this name that is no manifest of ours.
+            return None
+        if (problem := checkpoint_problem(folder)) is not None:
             return problem
-        if sums is None:
-            log.info("%s has no checksums, as an earlier version wrote it", folder)
-            return next(filter(None, map(_malformed, sorted(folder.rglob("*")))), None)
+        sums = data["crc32"]
         if sums.keys() != data["files"].keys():
             return f"{MANIFEST} does not have a checksum for each file"
         found = file_checksums([folder / name for name in sums])
@@ -126,18 +123,6 @@ def _checksum(path: Path) -> str:
         while count := file.readinto(chunk):
             value = zlib.crc32(chunk[:count], value)
     return f"{value:08x}"
-
-
-def _malformed(path: Path) -> str | None:
-    """Return why a file of JSON or tensors cannot be read."""
-    try:
-        if path.suffix == ".json":
-            json.loads(path.read_bytes())
-        elif path.suffix == ".safetensors":
-            tensor_ends(path)
-    except (OSError, ValueError) as error:
-        return f"{path.name} cannot be read ({error})"
-    return None
 
 
 def tensor_ends(path: Path) -> dict[str, int]:

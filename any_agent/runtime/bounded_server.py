@@ -51,7 +51,9 @@ class BoundedConnection(web.RequestHandler):
 
     def close_if_idle(self, answer: bytes) -> bool:
         """Write ``answer`` and close, if it waits for a request; return whether it did."""
-        idle = self._waiter is not None and not self._waiter.done()
+        # A connection that was accepted in this turn of the loop does not wait yet.
+        unused = self._request_count == 0
+        idle = unused or (self._waiter is not None and not self._waiter.done())
         if idle and self.transport is not None:
             cast(asyncio.WriteTransport, self.transport).write(answer)
             self.force_close()

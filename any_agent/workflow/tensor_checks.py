@@ -123,7 +123,8 @@ def _checked(
 
 def _check_values(arrays: Arrays) -> None:
     ids, attention = arrays["input_ids"], arrays["attention_mask"]
-    gap = np.pad(attention[:, 1:] & ~attention[:, :-1], ((0, 0), (1, 0)))
+    gap = np.zeros_like(attention)
+    gap[:, 1:] = attention[:, 1:] & ~attention[:, :-1]
     _refuse("attention_mask", attention, gap, "has a gap or padding on the left{where}")
     if not attention[:, 0].all():
         raise wrong("attention_mask", "has a row without any token")

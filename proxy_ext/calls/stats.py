@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Literal, TypeAlias
 
 from any_agent.completions.call_types import Completion, Prepared
-from any_agent.completions.untrainable import OTHER, code_of
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import Continuation, SessionMode
 
 CallOutcome: TypeAlias = Literal["completed", "aborted", "failed"]
 RetryOutcome: TypeAlias = Literal["joined", "replayed", "recovered", "new"]
 
+OTHER = "other"  # the label of the parameters beyond the first _MAX_NAMES names
 NO_SESSION = "none"  # the mode label of calls without a session: inference, once training is over
 FIRST = "first"  # the continuation label of a session's first call
 _MAX_NAMES = 32
@@ -86,7 +86,7 @@ class CallTimer:
         if earlier is None:
             return
         if interaction.untrainable_reason is not None and mode == SessionMode.TRAIN:
-            stats.untrainable[code_of(interaction.untrainable_reason)] += 1
+            stats.untrainable[interaction.untrainable_reason] += 1
         how: str = interaction.continuation
         if interaction.branch_reason is not None:
             stats.branches[interaction.branch_reason] += 1

@@ -20,7 +20,6 @@ from typing import Any
 import orjson
 
 from any_agent.errors import StartupError
-from any_agent.record import unpack_interaction
 from any_agent.runtime.atomic_files import create_empty, fsync, make_folder
 from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import schema
@@ -30,14 +29,11 @@ _END = """
 UPDATE sessions SET
     state = CASE WHEN state IN ('open', 'awaiting_reward') THEN 'aborted'
             WHEN state IN ('finalized', 'leased') THEN 'rejected' ELSE state END,
-    {also} reason = 'damaged', owner = NULL
+    content = CASE WHEN content = 'archived'
+        AND NOT EXISTS (SELECT 1 FROM interactions WHERE session_id = sessions.id)
+        THEN content ELSE 'deleted' END,
+    ended_at = COALESCE(ended_at, ?), reason = 'damaged', owner = NULL
 WHERE id IN (SELECT id FROM damaged)
-"""
-_CONTENT = """
-content = CASE WHEN content = 'archived'
-    AND NOT EXISTS (SELECT 1 FROM interactions WHERE session_id = sessions.id)
-    THEN content ELSE 'deleted' END,
-ended_at = COALESCE(ended_at, {now}),
 """
 _LIKE_ITS_GROUP = """
 UPDATE sessions SET group_size = (
@@ -117,14 +113,7 @@ class _Table:
         if self.name != "interactions":
             return True
         data = values["data"]
-        if not isinstance(data, bytes):
-            return False
-        if "checksum" in values:
-            return bool(zlib.crc32(data) == values["checksum"])
-        try:
-            return bool(unpack_interaction(data).id == values["id"])
-        except ValueError:
-            return False
+        return isinstance(data, bytes) and bool(zlib.crc32(data) == values.get("checksum"))
 
     def session_of(self, number: int) -> str | None:
         """Return the session of a row, if the indexes or the rest of the row have it."""
@@ -319,7 +308,7 @@ def _insert_tombstones(table: _Table, target: sqlite3.Connection, lost: list[int
             "created_at": time.time(),
             "expires_at": time.time(),
         }
-        if "content" in table.columns and values["state"] in TERMINAL_STATES:
+        if values["state"] in TERMINAL_STATES:
             # Its content may be in an archive; if it is not, an export reports that.
             values["content"] = "archived"
         marks = ", ".join(f":{name}" for name in values)
@@ -338,15 +327,11 @@ def _end(target: sqlite3.Connection, lost: _LostRows) -> int:
     target.executemany(
         f"{add} SELECT id FROM sessions WHERE id = ? AND {_OPEN}", [(id,) for id in lost.history]
     )
-    columns = {row[1] for row in target.execute("PRAGMA table_info(sessions)")}
-    counted = "recorded" in columns
-    if counted:
-        target.execute(f"{add} SELECT id FROM sessions WHERE {_INCOMPLETE}")
-    if lost.commits or (lost.perhaps and not counted):
+    target.execute(f"{add} SELECT id FROM sessions WHERE {_INCOMPLETE}")
+    if lost.commits:
         target.execute(f"{add} SELECT id FROM sessions WHERE {_LIVE}")
     elif lost.perhaps:
         target.execute(f"{add} SELECT id FROM sessions WHERE {_OPEN}")
-    also = _CONTENT.format(now=time.time()) if counted else ""
-    ended = target.execute(_END.format(also=also)).rowcount
+    ended = target.execute(_END, (time.time(),)).rowcount
     target.execute("DELETE FROM interactions WHERE session_id IN (SELECT id FROM damaged)")
     return ended

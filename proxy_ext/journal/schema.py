@@ -9,7 +9,7 @@ from any_agent.errors import StartupError
 from any_agent.rundir import usage
 from any_agent.runtime.atomic_files import create_empty, fsync
 
-VERSION = 4
+VERSION = 5
 TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, lane TEXT NOT NULL, mode TEXT NOT NULL,

@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
 from any_agent.protocol.rl import Heartbeat, Rewards, SessionInfo
-from any_agent.record import InteractionTree, count_calls, is_frozen, lacks_texts
+from any_agent.record import InteractionTree, count_calls, is_frozen
 from any_agent.runtime.boot_clock import seconds_since
 from any_agent.types import Interaction, SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
@@ -32,7 +31,6 @@ _PUBLIC_FIELDS = (
     *("state", "reason", "task_id", "tenant", "content"),
     *("final_reward", "step", "created_at", "ended_at"),
 )
-_OLD_KEY_SIZES = (16,)  # sizes, in bytes, of chain keys that earlier versions made
 
 
 class ActiveCall(Protocol):
@@ -242,24 +240,10 @@ def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
 def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
     """Add a stored interaction under the key by which continuations find it.
 
-    Interactions of frozen models are left out: nothing continues, rewards or exports them. A key of
-    an earlier version is computed again from the texts; where these were not stored, a continuation
-    of the interaction starts a branch.
+    Interactions of frozen models are left out: nothing continues, rewards or exports them.
     """
-    interaction, key = stored.interaction, stored.key
-    if is_frozen(interaction):
-        return
-    texts = not lacks_texts(interaction)
-    if texts and (key is None or len(key) in _OLD_KEY_SIZES) and "text" not in interaction.request:
-        parent = interaction.parent_id
-        keys = chain_keys(
-            [*interaction.message_delta, interaction.output_message],
-            interaction.tools,
-            start=tree.key(parent) if parent is not None else None,
-            before=[tree[parent].output_message] if parent is not None else (),
-        )
-        key = keys[-1]
-    tree.add(interaction, key)
+    if not is_frozen(stored.interaction):
+        tree.add(stored.interaction, stored.key)
 
 
 def session_age(row: SessionRow) -> float:

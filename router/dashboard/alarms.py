@@ -167,7 +167,8 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
         yield Alarm(
             "warn",
             f"The trainer is waiting: {'. '.join(line.rstrip('.') for line in lines)}.",
-            "Are there agents, rewards and whole groups? `any-agent sessions list` shows them.",
+            "Before the first agent calls this is as it should be. Afterwards: are there agents, "
+            "rewards and whole groups? `any-agent sessions list` shows them.",
         )
     if slots.get("waiting", 0) and trainer is not None and not trainer.well:
         yield Alarm(

@@ -118,7 +118,7 @@ def number_text(value: float | int | None) -> str:
     if value == 0:
         return "0"
     if abs(value) < 0.001 or abs(value) >= 1e7:
-        return f"{value:.2e}"
+        return f"{value:.3g}"
     if abs(value) >= 1000:
         return f"{value:,.0f}".replace(",", "\u202f")
     return f"{value:.4g}"

@@ -204,7 +204,9 @@ def _named_rewards(run: Steps, numbers: Sequence[int]) -> Iterator[Chart]:
 def table_of(run: Steps, size: int = 20) -> list[dict[str, Any]]:
     """Return the latest steps, newest first, as rows of a table."""
     rows = []
-    for line in reversed(run.steps[-size:]):
+    # Of the oldest line that was read, what came before it is known only if it is the first one.
+    pairs = list(itertools.pairwise([*([{}] if run.whole else run.steps[:1]), *run.steps]))
+    for last, line in reversed(pairs[-size:]):
         seconds = line.get("seconds")
         rows.append(
             {
@@ -212,7 +214,7 @@ def table_of(run: Steps, size: int = 20) -> list[dict[str, Any]]:
                 "version": line.get("version"),
                 "reward": line.get("reward"),
                 "sessions": line.get("sessions"),
-                "left_out": sum((line.get("left_out") or {}).values()),
+                "left_out": sessions_left_out(last, line).total(),
                 "loss": line.get("loss"),
                 "mismatch": line.get("mismatch"),
                 "seconds": sum(seconds.values()) if isinstance(seconds, dict) else None,

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.untrainable import (
-    OTHER,
-    REASONS,
-    code_of,
-    has_modified_distribution,
-    untrainable_reason,
-)
+from any_agent.completions.untrainable import has_modified_distribution, untrainable_reason
 from any_agent.types import GenerationHyperparameters
 
 PLAIN = GenerationHyperparameters(temperature=0.7, stop=("x",), stop_token_ids=(1,), seed=5)
@@ -52,9 +46,3 @@ def test_under_a_grammar_the_tokens_that_it_left_free_are_trained_on() -> None:
     assert untrainable_reason(bound, [1, 2], [False]) == "grammar", "not told of every token"
     assert untrainable_reason(bound.new(top_p=0.5), [1], [False]) == "truncated_sampling"
     assert untrainable_reason(bound, [], []) == "no_tokens"
-
-
-def test_a_reason_of_older_journals_has_the_code_other() -> None:
-    assert [code_of(reason) for reason in REASONS] == list(REASONS)
-    # Older journals have sentences.
-    assert code_of("sampled from a truncated distribution") == OTHER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -115,6 +116,22 @@ async def test_far_above_the_bound_the_longest_idle_connections_are_closed(
             writer.close()
         for _, writer in (used, half_a_head):
             writer.close()
+
+
+async def test_a_crowd_that_comes_at_once_closes_no_connection_that_was_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _running(1, monkeypatch) as port:
+        used = await _sent(port, GET % b"/")
+        assert (await _answer(used[0]))[0] == 200
+        # The server, in this thread, accepts all of them in one turn of its loop.
+        crowd = [socket.create_connection(("127.0.0.1", port), LIMIT) for _ in range(100)]
+        assert await asyncio.to_thread(crowd[0].recv, 13) == b"HTTP/1.1 503 "
+        used[1].write(GET % b"/")
+        assert (await _answer(used[0]))[0] == 200
+        for wire in crowd:
+            wire.close()
+        used[1].close()
 
 
 async def test_answers_under_way_are_not_cut_off_for_a_new_connection(

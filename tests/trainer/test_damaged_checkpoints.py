@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
 from collections.abc import Callable
@@ -44,33 +43,35 @@ def one_flipped_bit(checkpoint: Path) -> None:
     overwrite(path, at, bytes([path.read_bytes()[at] ^ 1]))
 
 
-def with_checksums(checkpoint: Path, checksum: str | None) -> None:
-    """Give each file this one; none makes it a checkpoint of an earlier version."""
+def without_checksums(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     data = json.loads(path.read_text())
-    sums = data.pop("crc32")
-    path.write_text(
-        json.dumps(data | ({"crc32": dict.fromkeys(sums, checksum)} if checksum else {}))
-    )
+    del data["crc32"]
+    path.write_text(json.dumps(data))
+
+
+def other_checksums(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    data = json.loads(path.read_text())
+    data["crc32"] = dict.fromkeys(data["crc32"], "00000000")
+    path.write_text(json.dumps(data))
 
 
 def noise(size: int) -> bytes:
     return random.Random(7).randbytes(size)
 
 
-STRUCTURAL: dict[str, Damage] = {
+DAMAGES: dict[str, Damage] = {
     "a random header": spoiled("model.safetensors", 0, lambda _: noise(512)),
     "garbage for the state": spoiled("trainer/state.json", 0, noise),
     "a zeroed optimizer": spoiled("trainer/optimizer.safetensors", 0, bytes),
     "garbage for the generators": spoiled("trainer/state.json", 1000, lambda _: noise(64)),
     "garbage for the manifest": spoiled("manifest.json", 0, noise),
-}
-"""Damages that are found without checksums."""
-DAMAGES = STRUCTURAL | {
     "zeroed tensors": spoiled("model.safetensors", -8192, lambda _: bytes(8192)),
     "one flipped bit": one_flipped_bit,
     "another tokenizer": spoiled("tokenizer.json", 1000, lambda _: b"#"),
-    "other checksums": lambda checkpoint: with_checksums(checkpoint, "00000000"),
+    "other checksums": other_checksums,
+    "no checksums": without_checksums,
 }
 
 
@@ -104,29 +105,6 @@ def test_training_resumes_from_the_newest_undamaged_checkpoint(
     text = caplog.text
     assert "step-00000004 is damaged" in text and "set aside as damaged-step-00000004" in text
     assert f"falling back to {root / 'step-00000002'}" in text
-
-
-@pytest.mark.parametrize("damage", STRUCTURAL)
-def test_a_checkpoint_without_checksums_is_checked_by_its_form(
-    killed: Lab, uninterrupted: dict[str, Any], damage: str
-) -> None:
-    root = killed.trainer.dir.checkpoints
-    for step in (2, 4):
-        with_checksums(root / f"step-0000000{step}", None)
-    STRUCTURAL[damage](root / "step-00000004")
-    assert_same_outcome(uninterrupted, outcome(resumed(killed)))
-    assert (root / "damaged-step-00000004").is_dir()
-
-
-def test_a_checkpoint_without_checksums_is_loaded_with_a_notice(
-    killed: Lab, uninterrupted: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with_checksums(killed.trainer.dir.checkpoints / "step-00000004", None)
-    with caplog.at_level(logging.INFO):
-        again = resumed(killed)
-    assert_same_outcome(uninterrupted, outcome(again))
-    assert "step-00000004 has no checksums, as an earlier version wrote it" in caplog.text
-    assert [ids[0] for ids in again.executor.replayed] == ["p4-good"]
 
 
 def test_training_does_not_begin_anew_where_every_checkpoint_is_damaged(

@@ -71,10 +71,7 @@ A setting has a dotted name. Its value comes from the first of these that has on
 `experiment`, `trial`, `server.host` and `server.port`. Unknown names are refused with the nearest
 known one. `any-agent config` prints the resulting settings. Without `--config`, `any-agent serve`
 and `any-agent train` use the settings of the last start of the same experiment and trial;
-`server.admin_key` and `engine.key` are never written to a file, so give them again. Settings that
-an earlier version saved (`config.yaml` in the run's folder) list what `train.preset` chose as if it
-had been given: for another preset remove these lines, or set them back (`train.eps_low=null`,
-`train.loss=`).
+`server.admin_key` and `engine.key` are never written to a file, so give them again.
 """
 
 ALIASES_HEAD = """## AReaL's names
@@ -339,7 +336,7 @@ def _type(annotation: str) -> str:
     names |= {"EngineOptions": "list of texts", "Variables": "texts by name"}
     names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
-    names |= {"TrackerNames": "list of texts", "NormalizeStd": "group / batch / none"}
+    names |= {"TrackerNames": "list of texts"}
     names |= {"dict[Name, dict[str, Any]]": "settings by name"}
     return names[out]
 

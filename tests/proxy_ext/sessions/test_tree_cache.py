@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from any_agent.chat import chain_keys
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import Lane
-from any_agent.record import InteractionTree, strip_content
 from any_agent.types import Interaction
-from proxy_ext.journal import StoredInteraction
-from proxy_ext.sessions.session import RecordedSession, add_to_tree
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.tree_cache import TreeCache
 from tests.support.errors import fails_with
 from tests.support.proxy import HELLO, Proxy, signer, until
 from tests.support.proxy_fixtures import Start
-from tests.support.records import make_interaction
 from tests.support.retries import text_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.sessions import abort, finalize, played
@@ -199,29 +195,6 @@ async def test_the_least_recently_wanted_tree_is_evicted_first(start: Start) -> 
     await abort(proxy, opened[2])
     assert trees.bytes < 2 * each
     assert len(trees) == 1
-
-
-@pytest.mark.parametrize("key", [None, b"k" * 16])
-@pytest.mark.parametrize("texts", [True, False])
-def test_keys_of_earlier_journals_are_reckoned_anew(key: bytes | None, texts: bool) -> None:
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    said: list[dict[str, Any]] = [
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": n, "function": {"name": "f", "arguments": "{}"}} for n in "ab"],
-        },
-        {"role": "assistant", "content": "done"},
-    ]
-    results = [{"role": "tool", "content": n, "tool_call_id": n} for n in "ba"]
-    root = make_interaction("r", message_delta=asked, output_message=said[0])
-    child = make_interaction("c", "r", message_delta=results, output_message=said[1])
-    tree = InteractionTree()
-    for interaction in (root, child):
-        kept = interaction if texts else strip_content(interaction)
-        add_to_tree(tree, StoredInteraction(kept, key))
-    expected = chain_keys([*asked, said[0], *results, said[1]], None)
-    assert (tree.key("r"), tree.key("c")) == ((expected[2], expected[5]) if texts else (key, key))
 
 
 async def test_the_budget_counts_what_was_told_of_the_likeliest_tokens(proxy: Proxy) -> None:

@@ -61,6 +61,9 @@ def test_dull_sessions_are_counted_between_steps() -> None:
     ]
     assert dull_sessions(lines) == (8 + 4 + 8, 8)
     assert dull_sessions(lines[:1]) == (0, 0)
+    content = "\n".join(map(json.dumps, lines)).encode()
+    table = table_of(parse_steps(content, whole=True))
+    assert [row["left_out"] for row in table] == [8, 12, 100]
 
 
 def test_charts_leave_out_values_that_are_no_numbers() -> None:
@@ -117,7 +120,7 @@ def test_points_are_in_proportion() -> None:
     assert (x2, y2) == pytest.approx(((x1 + x3) / 2, (y1 + y3) / 2), abs=0.1)
     assert (line.last, chart.bands[1].title) == ("1", "step 2: a 0.5")
     assert [tick.label for tick in chart.columns] == ["step 1", "3"]
-    numbers = {1234567: "1\u202f234\u202f567", 12.3456: "12.35", 0.00001: "1.00e-05", None: "–"}
+    numbers = {1234567: "1\u202f234\u202f567", 12.3456: "12.35", 0.00001: "1e-05", None: "–"}
     assert {value: number_text(value) for value in numbers} == numbers
 
 
