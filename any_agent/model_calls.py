@@ -185,6 +185,8 @@ class ModelRequest:
     prompt: list[Message] | str | None
     model: str
     """The caller's name for the model; an engine has one model."""
+    adapter: str | None
+    """The LoRA adapter of the engine that samples; None: the model alone."""
 
     def __init__(
         self,
@@ -198,6 +200,7 @@ class ModelRequest:
         model: str = "default",
         temperature: float | None = None,
         max_tokens: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         ids = token_ids(input_ids)
         if prompt is not None and len(ids):
@@ -220,6 +223,7 @@ class ModelRequest:
             "tokenizer": tokenizer,
             "prompt": prompt,
             "model": model,
+            "adapter": adapter,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -266,6 +270,8 @@ class GenerationChunk:
     """True for each token that the grammar decided in part: the tokens that it forbade there had
     more than 1e-4 of the model's probability. None without a grammar, and where the engine does
     not tell."""
+    adapter: str | None = None
+    """The LoRA adapter that sampled, ``NAME@FINGERPRINT``; None: the model alone."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)

@@ -6,18 +6,23 @@ batch, which is its best case; the engine gets them as separate requests at the 
 process and over HTTP (a server in its own process). Rounds are interleaved and the medians shown,
 because machines are noisy. CPU seconds are those of all threads of the engine's process; over HTTP
 the client's are not counted.
+
+Then one engine in process samples as many rows as it has adapters, 20: each by an adapter of its
+own (rank 8, at all linear layers), all by one, and all without one; and so does an engine that has
+no adapters.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 PROMPT, NEW = 128, 64
+ADAPTERS, RANK = 20, 8
 Round = Callable[[list[list[int]]], Awaitable[tuple[float, float]]]
 """Takes prompts; returns seconds of wall time and of CPU time."""
 
@@ -62,13 +68,16 @@ def peer(model: Any) -> Round:
     return run
 
 
-def in_process(engine: Any) -> Round:
+def in_process(engine: Any, adapters: Sequence[str] = ()) -> Round:
+    """``adapters``: those of the prompts, in turn."""
     from any_agent.types import GenerationHyperparameters, ModelRequest
 
     config = GenerationHyperparameters(max_new_tokens=NEW, ignore_eos=True)
 
     async def one(i: int, ids: list[int]) -> None:
-        generation = engine.submit(ModelRequest(f"r{i}", ids, config), stream=False)
+        adapter = adapters[i % len(adapters)] if adapters else None
+        request = ModelRequest(f"r{i}", ids, config, adapter=adapter)
+        generation = engine.submit(request, stream=False)
         await generation.finished()
         assert len(generation.request.output_ids) == NEW
 
@@ -144,10 +153,52 @@ async def measure(args: argparse.Namespace, directory: str) -> None:
                 "engine, HTTP stream": over_http(session, url, server.pid, stream=True),
             }
             for n in args.concurrency:
-                await table(rounds, n, args.rounds)
+                await table(rounds, n, args.rounds, peer="model.generate")
+    await measure_adapters(args, path)
 
 
-async def table(rounds: dict[str, Round], n: int, repeats: int) -> None:
+async def measure_adapters(args: argparse.Namespace, path: Path) -> None:
+    from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+
+    plain = EmbeddedEngine.load(str(path), EngineOptions(max_running_requests=args.adapters))
+    folders = write_adapters(plain.loaded.model, path.with_name("adapters"), args.adapters)
+    options = EngineOptions(max_running_requests=args.adapters, adapters=folders)
+    names = list(folders)
+    async with plain, EmbeddedEngine.load(str(path), options) as engine:
+        rounds = {
+            "one adapter": in_process(engine, names[:1]),
+            f"{len(names)} adapters": in_process(engine, names),
+            "no adapter": in_process(engine),
+            "engine without any": in_process(plain),
+        }
+        await table(rounds, len(names), args.rounds, peer="one adapter")
+
+
+def write_adapters(model: Any, root: Path, count: int) -> dict[str, str]:
+    """Write adapters at all linear layers of the decoder, as peft does; return folders by name."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none"}
+    body = {id(m) for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)}
+    layers = {name: m for name, m in model.named_modules() if id(m) in body}
+    out = {}
+    for k in range(count):
+        folder = root / f"a{k}"
+        folder.mkdir(parents=True)
+        tensors = {}
+        for name, layer in layers.items():
+            rows, columns = layer.weight.shape
+            named = f"base_model.model.{name}.lora_"
+            tensors[f"{named}A.weight"] = 0.02 * torch.randn(RANK, columns)
+            tensors[f"{named}B.weight"] = 0.02 * torch.randn(rows, RANK)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        out[folder.name] = str(folder)
+    return out
+
+
+async def table(rounds: dict[str, Round], n: int, repeats: int, *, peer: str) -> None:
     walls: dict[str, list[float]] = defaultdict(list)
     cpus: dict[str, list[float]] = defaultdict(list)
     # Small batches end soon: do several in a row, so that the clocks' steps do not matter.
@@ -161,13 +212,13 @@ async def table(rounds: dict[str, Round], n: int, repeats: int) -> None:
             if repeat:  # the first one warms up
                 walls[name].append(wall / inner)
                 cpus[name].append(cpu / inner)
-    base = statistics.median(walls["model.generate"])
+    base = statistics.median(walls[peer])
     print(f"\n{n:>3} concurrent          tokens/s   ratio   CPU s per 1k tokens")
     for name in rounds:
         wall, cpu = statistics.median(walls[name]), statistics.median(cpus[name])
         tokens = n * NEW
-        if name != "model.generate":
-            ratio(f"{name}, {n} at once / model.generate", wall, base)
+        if name != peer:
+            ratio(f"{name}, {n} at once / {peer}", wall, base)
         print(
             f"{name:<22} {tokens / wall:>9.0f}  {base / wall:>6.2f}   {1000 * cpu / tokens:>8.3f}"
         )
@@ -177,11 +228,12 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    flags.add_argument("--adapters", type=int, default=ADAPTERS)
     args = flags.parse_args()
     if args.quick:
         args.rounds = 2
     if args.smoke:
-        args.rounds, args.concurrency = 1, [2]
+        args.rounds, args.concurrency, args.adapters = 1, [2], 2
 
     import torch
 

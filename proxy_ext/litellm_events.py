@@ -137,7 +137,7 @@ class PolicyEvents:
     ) -> None:
         """Queue the rewards and the end of a session that are durable."""
         for each in statements:
-            if isinstance(each, SetReward):
+            if isinstance(each, SetReward) and each.value is not None:
                 reward = {"interaction_id": each.interaction_id, "name": each.name}
                 self._put(self._about_session(after, "reward", reward | {"reward": each.value}))
         if before.ended_at is None and after.ended_at is not None:

@@ -101,6 +101,7 @@ class RankService:
             context_length=min(config.engine.context_length or engine_context, engine_context),
             keeps_cache=config.engine.update_mode == "in_place",
             id_tag=rank_tag(rank),
+            adapters=config.engine.adapters,
         )
         self.sessions = sessions = SessionStore(journal, config.sessions, ids, rank=rank)
         # The one key at which a service of many bills several runs.

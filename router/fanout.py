@@ -14,6 +14,8 @@ from aiohttp import web
 
 from any_agent.errors import AnyAgentError, ServiceUnavailable
 from any_agent.protocol.rl import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
+from any_agent.protocol.tasks import NextTask
+from any_agent.rewards.next_task import draw, merged
 from router.body import RequestBody
 from router.forward import Forwarder
 from router.open_session import MAX_BYTES
@@ -37,6 +39,7 @@ class FanOut:
         by_version = self._merged(lowest_version)
         self.routes: dict[tuple[str, str], Handler] = {
             ("GET", "/rl/v1/sessions"): self.sessions,
+            ("GET", "/rl/v1/tasks/next"): self.next_task,
             ("GET", "/rl/v1/capacity"): self._merged(sums),
             ("PUT", "/rl/v1/capacity"): self._merged(sums),
             ("GET", "/rl/v1/run"): by_version,
@@ -68,13 +71,30 @@ class FanOut:
         refusal = refusal_of(answers)
         if refusal is not None:
             return await self._forwarder.answer_with(request, refusal)
-        missing = self._missing(_successes(answers))
-        headers = {UNREACHABLE_HEADER: ",".join(map(str, missing))} if missing else {}
+        headers = self._headers(_successes(answers))
         query = dict(parse_qsl(request.raw_path.partition("?")[2]))
         shown, after = merged_sessions(answers, query)
         if after is not None:
             headers[AFTER_HEADER] = after
         return await self._forwarder.replies.json(request, shown, headers=headers)
+
+    async def next_task(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
+        """Answer with the task to run next by what all ranks know; a header names the ranks whose
+        part is missing. A rank that knows no task refuses, and has no part."""
+        answers = await self._ask_all(request, b"")
+        known = _successes(answers)
+        refusal = refusal_of(answers)
+        if not known and refusal is not None:
+            return await self._forwarder.answer_with(request, refusal)
+        facts = merged(NextTask.model_validate(answer).candidates for answer in known.values())
+        refused = [rank for rank, answer in answers.items() if answer.status == 404]
+        headers = self._headers([*known, *refused])
+        data = draw(facts).model_dump(mode="json")
+        return await self._forwarder.replies.json(request, data, headers=headers)
+
+    def _headers(self, answered: Iterable[int]) -> dict[str, str]:
+        missing = self._missing(answered)
+        return {UNREACHABLE_HEADER: ",".join(map(str, missing))} if missing else {}
 
     async def _ask_all(
         self, request: web.BaseRequest, content: bytes

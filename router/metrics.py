@@ -41,7 +41,7 @@ FAILED = 500
 OTHER = "other"
 _ROUTES = {
     *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "feedback"),
-    *("finalize", "grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models"),
+    *("finalize", "grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "next"),
     *("overview", "pause", "readyz", "resume", "run", "sessions", "set_reward", "start_session"),
     *("version", "veto", "account", "accounts", "keys", "runs", "start", "stop"),
 }

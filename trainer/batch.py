@@ -205,6 +205,10 @@ def training_batch(
                 factor = 0 if estimate.zero_variance else config.kl_reward_coef / estimate.scale
                 pairs = zip(rows, one.divergences, strict=True)
                 rows = [with_returns(row, divergence, factor) for row, divergence in pairs]
+            if config.reward_coef != 1:
+                rows = [
+                    row | {"advantages": config.reward_coef * row["advantages"]} for row in rows
+                ]
             rows, truncated = _without_cut(rows, masks=config.mask_truncated)
             batch.truncated += truncated
             gone = truncated > 0 and not any(map(is_trained, rows))
@@ -443,7 +447,7 @@ class ZeroVarianceGroups:
         self._reasons: Counter[str] = Counter()
         """The reasons of the groups that were left out since the last useful one."""
         self._score: float | None = None
-        """The score of the last group whose runs all scored the same."""
+        """The score of the first run of the last group that had nothing to compare."""
 
     def reject_reason(self, group: Group) -> str | None:
         """Return why a group has nothing to learn from, and count it; None for a useful group.
@@ -497,15 +501,23 @@ class ZeroVarianceGroups:
         text = f"{reasons.total()} of the last {len(recent)} groups had nothing to learn from"
         text += f" ({_listed(reasons)})"
         if reasons["zero_variance"]:
-            text += ": an item whose runs all score the same is solved, or too hard"
+            text += f": an item whose runs {self._alike} is solved, or too hard"
         return f"{text}. Other tasks or rewards would help ({_DOCUMENT})"
 
     def __str__(self) -> str:
         text = f"{self.consecutive} groups in a row had nothing to learn from"
         text += f" ({_listed(self._reasons)})"
         if self._score is not None:
-            text += f": all runs of an item score the same, in the last group: {self._score:g}"
+            text += f": the runs of an item {self._alike}"
+            # Sessions of which each role scores alike may score differently.
+            if self._config.group_by == "session":
+                text += f", in the last group: {self._score:g}"
         return text
+
+    @property
+    def _alike(self) -> str:
+        by_role = self._config.group_by == "role"
+        return "score the same in each role" if by_role else "all score the same"
 
 
 def _listed(reasons: Counter[str]) -> str:

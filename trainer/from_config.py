@@ -28,7 +28,7 @@ from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
 from trainer.lora import Lora
-from trainer.loss import LOSSES, LossConfig
+from trainer.loss import LOSSES, LossConfig, PolicyLoss
 from trainer.manifests import SETTINGS
 from trainer.model import PolicyConfig
 from trainer.weight_folders import tokenizer_of
@@ -57,9 +57,17 @@ def chosen_workflow(
 
 
 def require_algorithm(c: TrainConfig) -> None:
-    """Raise ConfigError, with the known names, for an unknown estimator or loss."""
+    """Raise ConfigError, with the known names, for an unknown estimator or loss, and for a bound of
+    rows with a loss that does not keep it."""
     ESTIMATORS.find(c.advantage_estimator)
-    LOSSES.find(c.loss)
+    if isinstance(LOSSES.find(c.loss), PolicyLoss):
+        return
+    for name in ("rejection_k1", "rejection_k2", "rejection_k3"):
+        if getattr(c, name) is not None:
+            raise ConfigError(
+                f"train.{name} leaves rows out of the losses that PolicyLoss makes, and train.loss="
+                f"{c.loss} is another one: leave it out, or make the loss a PolicyLoss"
+            )
 
 
 def loss_config(c: TrainConfig) -> LossConfig:

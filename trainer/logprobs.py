@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,19 @@ def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
     return hidden
 
 
+class Taught(NamedTuple):
+    """Holds what a teacher's distributions are made of, without gradient."""
+
+    hidden: Tensor
+    """Its last hidden states: those of a pass, [rows, tokens, size], or of the tokens of a chunk,
+    [n, size]."""
+    weight: Tensor
+    """Its output head, whole."""
+    bias: Tensor | None
+    forward: bool
+    """The divergence is KL(teacher, policy), not KL(policy, teacher)."""
+
+
 def logprobs_of(
     model: Any,
     hidden: Tensor | None,
@@ -37,9 +50,10 @@ def logprobs_of(
     head_chunk: int,
     fused: bool,
     entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return ``log_softmax(logits / T)`` [n] of a pass's items, and the entropies, which have a
-    gradient only on request.
+    taught: Taught | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return ``log_softmax(logits / T)`` [n] of a pass's items, the entropies, which have a
+    gradient only on request, and the divergences from the teacher, None without one.
 
     The head runs once for each token and temperature that predict something, on ``head_chunk`` of
     them at a time, and again in the backward pass. ``fused``: what follows the head is compiled.
@@ -50,13 +64,15 @@ def logprobs_of(
         hidden = hidden_of(model, work, tree)
     if not len(items):
         empty = hidden.new_zeros(0)
-        return empty, empty
+        return empty, empty, None if taught is None else empty
     pairs = torch.stack([items.sources.double(), items.temperatures.double()])
     (sources, temperatures), owners = torch.unique(pairs, dim=1, return_inverse=True)
     owners, order = owners.sort(stable=True)
     selected = hidden.flatten(0, 1)[sources.long()]
+    if taught is not None:
+        taught = taught._replace(hidden=taught.hidden.flatten(0, 1)[sources.long()])
     head = model.get_output_embeddings()
-    logprobs, entropies = [], []
+    logprobs, entropies, divergences = [], [], []
     starts = torch.arange(0, len(sources) + head_chunk, head_chunk, device=owners.device)
     ends = torch.searchsorted(owners, starts).tolist()
     for first, start, end in zip(starts.tolist(), ends, ends[1:], strict=False):
@@ -65,12 +81,15 @@ def logprobs_of(
             *(selected[edges], head.weight, getattr(head, "bias", None), temperatures[edges]),
             *(items.labels[order[start:end]], owners[start:end] - first),
             *(fused, entropy_gradient),
+            None if taught is None else taught._replace(hidden=taught.hidden[edges]),
         )
-        lp, ent = label_logprobs(*arguments)
+        lp, ent, div = label_logprobs(*arguments)
         logprobs.append(lp)
         entropies.append(ent)
+        divergences.append(div)
     back = order.argsort()
-    return torch.cat(logprobs)[back], torch.cat(entropies)[back]
+    found = None if taught is None else torch.cat(divergences)[back]
+    return torch.cat(logprobs)[back], torch.cat(entropies)[back], found
 
 
 def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -80,7 +99,7 @@ def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.de
     numbers = torch.arange(tokens, device=device)
     try:
         given = (torch.ones_like(numbers, dtype=torch.float32), numbers % vocabulary, numbers)
-        logprobs, _ = label_logprobs(hidden, weight, None, *given, True, False)
+        logprobs, *_ = label_logprobs(hidden, weight, None, *given, True, False, None)
         torch.autograd.backward(logprobs.sum())
     except Exception as error:
         return f"torch.compile does not work here ({reason_of(error)})"
@@ -88,7 +107,7 @@ def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.de
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """The labels' log-softmax(logits / T) [n], and the entropies.
+    """The labels' log-softmax(logits / T) [n], the entropies, and the divergences from a teacher.
 
     ``hidden`` and ``temperatures`` belong to the tokens that predict, ``owners`` gives the number
     of each label's. No logits are kept for the backward pass: that makes them again, and turns them
@@ -106,29 +125,43 @@ class _LabelLogprobs(torch.autograd.Function):
         owners: Tensor,
         fused: bool,
         entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+        taught: Taught | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         logits = functional.linear(hidden, weight, bias)
+        divergences = None
+        if taught is not None:
+            chosen = compiled_once(_divergences) if fused else _divergences
+            divergences = chosen(logits, _logits_of(taught), temperatures, taught.forward)
         chosen = compiled_once(_normalised) if fused else _normalised
         logprobs, entropies, normaliser = chosen(logits, temperatures, labels, owners)
         ctx.save_for_backward(
-            hidden, weight, bias, temperatures, labels, owners, normaliser, entropies
+            *(hidden, weight, bias, temperatures, labels, owners, normaliser, entropies),
+            divergences,
         )
-        ctx.fused, ctx.entropy_gradient = fused, entropy_gradient
+        ctx.fused, ctx.entropy_gradient, ctx.taught = fused, entropy_gradient, taught
         out = entropies[owners]
         if not entropy_gradient:
             ctx.mark_non_differentiable(out)
-        return logprobs, out
+        return logprobs, out, None if divergences is None else divergences[owners]
 
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        of_logprobs, of_entropies = of_outputs
-        saved: tuple[Any, ...] = ctx.saved_tensors
+        of_logprobs, of_entropies, of_divergences = of_outputs
+        *saved, divergences = ctx.saved_tensors
         hidden, weight, bias, temperatures, labels, owners, normaliser, entropies = saved
         by_token = _summed(normaliser, owners, of_logprobs)
         of_entropy = _summed(normaliser, owners, of_entropies) if ctx.entropy_gradient else None
         logits = functional.linear(hidden, weight, bias)
+        more = None
+        if ctx.taught is not None:
+            by_divergence = _summed(normaliser, owners, of_divergences)
+            chosen = compiled_once(_by_divergences) if ctx.fused else _by_divergences
+            given = (logits, _logits_of(ctx.taught), temperatures, divergences, by_divergence)
+            more = chosen(*given, ctx.taught.forward)
         chosen = compiled_once(_by_all) if ctx.fused else _by_all
         by_z = chosen(logits, temperatures, normaliser, entropies, by_token, of_entropy)
+        if more is not None:
+            by_z += more
         by_z.index_put_((owners, labels), of_logprobs, accumulate=True)
         chosen = compiled_once(_by_logits) if ctx.fused else _by_logits
         by_logits = chosen(by_z, temperatures, hidden.dtype)
@@ -137,11 +170,15 @@ class _LabelLogprobs(torch.autograd.Function):
             by_logits @ weight if needs_hidden else None,
             by_logits.T @ hidden if needs_weight else None,
             by_logits.sum(0) if needs_bias else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
-label_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LabelLogprobs.apply
+label_logprobs: Callable[..., tuple[Tensor, Tensor, Any]] = _LabelLogprobs.apply
+
+
+def _logits_of(taught: Taught) -> Tensor:
+    return functional.linear(taught.hidden, taught.weight, taught.bias)
 
 
 def _summed(like: Tensor, owners: Tensor, values: Tensor) -> Tensor:
@@ -168,6 +205,37 @@ def _normalised(
     logprobs = shifted[owners, labels] - log_total[owners]
     entropies = log_total - terms.mul_(shifted).sum(-1) / total
     return logprobs, entropies, greatest[:, 0] + log_total
+
+
+def _divergences(logits: Tensor, of_teacher: Tensor, temperatures: Tensor, forward: bool) -> Tensor:
+    """Return the divergence of each token's two distributions, from both models' logits."""
+    ours, theirs = (_log_softmax(each, temperatures) for each in (logits, of_teacher))
+    if forward:
+        return (theirs.exp() * (theirs - ours)).sum(-1)
+    return (ours.exp() * (ours - theirs)).sum(-1)
+
+
+def _by_divergences(
+    logits: Tensor,
+    of_teacher: Tensor,
+    temperatures: Tensor,
+    divergences: Tensor,
+    by_divergence: Tensor,
+    forward: bool,
+) -> Tensor:
+    """Return the gradient of the divergences D by z = logits / T."""
+    # With p = softmax(z) and the teacher's q: that of KL(q, p) is p - q, and that of KL(p, q) is
+    # p * (log p - log q - D).
+    ours, theirs = (_log_softmax(each, temperatures) for each in (logits, of_teacher))
+    if forward:
+        return (ours.exp() - theirs.exp()) * by_divergence[:, None]
+    return ours.exp() * (ours - theirs - divergences[:, None]) * by_divergence[:, None]
+
+
+def _log_softmax(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Return log-softmax(logits / T), which leaves the logits as they are."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.log_softmax(exact / temperatures.to(exact.dtype)[:, None], -1)
 
 
 def _by_all(

@@ -331,8 +331,8 @@ class TrainingLoop:
                     raise
                 self._abandon([taken for taken in later if taken >= step], error)
                 break
-        # Repeated steps may have had another one.
-        self._load_reference()
+        # Repeated steps may have had others.
+        self._load_frozen()
         self.publisher.resume(
             self.policy, self._checkpoints.tokenizer, fresh=self.checkpoint is None and not replayed
         )
@@ -380,7 +380,7 @@ class TrainingLoop:
         """Load the policy from the latest checkpoint, else from the configured model."""
         self.report.load()
         self.policy, state = self._checkpoints.load(self._leader)
-        self._load_reference()
+        self._load_frozen()
         if state is not None:
             self.consumed.load(state)
             self.source.load(state.get("dataset"))
@@ -391,12 +391,11 @@ class TrainingLoop:
         if (last := self.source.last_step(self.policy.steps)) is not None:
             self._steps.last_step = min(last, self._steps.last_step)
 
-    def _load_reference(self) -> None:
-        """Load the reference model of the settings, in the place of any other."""
-        if self.config.train.compares:
-            self._checkpoints.load_reference(self.policy, self.config.train.reference_model)
-        else:
-            self._checkpoints.drop_reference(self.policy)
+    def _load_frozen(self) -> None:
+        """Load reference model and teacher of the settings, in the place of any others."""
+        wanted = self.config.train.frozen_models
+        self._checkpoints.drop_frozen(self.policy, wanted)
+        self._checkpoints.load_frozen(self.policy, wanted)
 
     def save(self) -> None:
         """Write a checkpoint: beside weights and optimizer it has versions, sessions, dataset."""

@@ -1,11 +1,12 @@
 """Losses by name. Those of the field differ in the surrogate of a token's policy gradient alone:
 
-``L = (1/N) sum_t u_t * (w_t * s_t + kl_coef * kl_t - entropy_coef * H_t)``
+``L = (1/N) sum_t u_t * (w_t * s_t + kl_coef * kl_t - entropy_coef * H_t + teacher_coef * D_t)``
 
 with s the surrogate, ``w = stop_grad(pi_prox / mu)`` the importance weight, truncated or masked,
 for the differences between the behaviour policy mu and the proximal policy (decoupled PPO, arXiv
-2110.00641), kl an estimate of the divergence from a reference, H the entropy, and u the token's
-factor by `train.aggregation`. The surrogates are in :mod:`trainer.surrogates`.
+2110.00641), kl an estimate of the divergence from a reference, H the entropy, D the divergence of
+the whole distribution from a teacher's, and u the token's factor by `train.aggregation`. The
+surrogates are in :mod:`trainer.surrogates`; :func:`teacher_term` is added to any loss.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class LossConfig:
     kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
     entropy_coef: float = 0.0
     top_entropy: float = 1.0
+    teacher_coef: float = 0.0
+    teacher_kind: Literal["reverse", "forward"] = "reverse"
     tau_pos: float = _OF_THE_LOSS
     tau_neg: float = _OF_THE_LOSS
     k_pos: float = _OF_THE_LOSS
@@ -68,8 +71,8 @@ class LossConfig:
             raise ConfigError("dual_clip must be above 1 + eps_high")
         if self.is_cap <= 0 or not 0 <= self.is_floor <= self.is_cap:
             raise ConfigError("is_cap must be positive, and is_floor lie in [0, is_cap]")
-        if self.kl_coef < 0 or self.entropy_coef < 0:
-            raise ConfigError("kl_coef and entropy_coef must not be negative")
+        if min(self.kl_coef, self.entropy_coef, self.teacher_coef) < 0:
+            raise ConfigError("kl_coef, entropy_coef and teacher_coef must not be negative")
         if any(bound is not None and bound <= 0 for bound in self.rejections):
             raise ConfigError("rejection_k1, rejection_k2 and rejection_k3 must be positive")
         if self.second_moment is not None and self.second_moment <= 0:
@@ -179,6 +182,8 @@ class LossStats:
     however well engine and trainer agree."""
     entropy: float = 0.0
     kl: float = 0.0
+    teacher_kl: float = 0.0
+    """The divergence from the teacher, over the whole vocabulary; 0 without one."""
 
     def __add__(self, other: LossStats) -> LossStats:
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
@@ -425,6 +430,24 @@ def kl_term(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     if estimator == "k1":
         return d
     return d.square() / 2 if estimator == "k2" else torch.exp(-d) + d - 1
+
+
+def teacher_term(
+    divergences: Tensor,
+    inputs: LossInputs,
+    total_tokens: int,
+    config: LossConfig,
+    place: Callable[[int], str],
+) -> Tensor:
+    """Return the distillation's share of the loss, ``(1/N) sum_t u_t * teacher_coef * D_t``.
+
+    D is the divergence of the policy's whole distribution at a token that it sampled from the
+    teacher's: on-policy distillation, as GKD (arXiv 2306.13649). Raises FloatingPointError with the
+    token's ``place`` where one is not finite.
+    """
+    require_finite("divergence from the teacher", divergences, place)
+    u = 1.0 if inputs.token_weights is None else inputs.token_weights
+    return config.teacher_coef / total_tokens * (u * divergences).sum()
 
 
 def _require_inputs(

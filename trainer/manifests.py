@@ -26,13 +26,13 @@ from any_agent.types import Row, SampledSession
 from any_agent.workflow.tensor_checks import PER_TOKEN
 from trainer.loss import LossConfig
 
-FORMAT = 3
+FORMAT = 4
 # fmt: off
 SETTINGS = (
     "discount", "normalize_std", "dynamic_sampling", "max_row_tokens", "preset",
     "advantage_estimator", "aggregation", "constant_length", "overlong_length", "overlong_buffer",
     "overlong_penalty", "minibatches", "epochs_per_batch", "kl_reward_coef", "reference_model",
-    "group_by", "mask_truncated",
+    "reward_coef", "teacher", "group_by", "mask_truncated",
     "lr", "betas", "weight_decay", "grad_clip", "loss",
     *(constant.name for constant in fields(LossConfig) if constant.name != "name"),
 )
@@ -65,8 +65,8 @@ class Manifest:
     positions: list[int]
     """The items of the dataset that this step finishes: those of its groups, and those that were
     left out since the step before, because they gave nothing to train on."""
-    reference: dict[str, Any] | None
-    """The name and the weights of the reference model; None without one."""
+    frozen: dict[str, dict[str, Any]]
+    """The name and the weights of the reference model and the teacher, by their roles."""
     origin: dict[str, Any] | None
     """:attr:`trainer.run_checkpoints.RunCheckpoints.origin`."""
 

@@ -62,7 +62,8 @@ INTERACTIONS = _counter("any_agent_train_interactions_total", "Interactions trai
 TRAINED = _counter("any_agent_train_sessions_total", "Sessions trained on.")
 REJECTED = _counter(
     "any_agent_train_sessions_rejected_total",
-    "Sessions that were not trained on, by reason; zero_variance: all of their group scored alike.",
+    "Sessions that were not trained on, by reason; zero_variance: all of their group scored alike, "
+    "or with train.group_by=role all of each role.",
     "reason",
 )
 SINCE_REWARD = _gauge(
@@ -134,6 +135,11 @@ _OF_STEP: Mapping[str, Metric] = {
     "kl": _gauge(
         "any_agent_train_reference_kl_nats",
         "Mean estimate of the divergence from the reference at trained tokens; 0 without one.",
+    ),
+    "teacher_kl": _gauge(
+        "any_agent_train_teacher_kl_nats",
+        "Mean divergence from the teacher, over the whole vocabulary, at trained tokens; 0 without "
+        "one.",
     ),
     "cut": _gauge(
         "any_agent_train_cut_ratio",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from any_agent.errors import StartupError
-from trainer.logprobs import hidden_of, logprobs_of, try_fused
+from trainer.logprobs import Taught, hidden_of, logprobs_of, try_fused
 from trainer.model import PolicyConfig, context_of
 from trainer.model_probes import ModelProbe
 from trainer.packing import (
@@ -31,9 +31,10 @@ from trainer.packing import (
 from trainer.pass_size import pass_tokens
 from trainer.rows import Row, count_trained, is_trained, misfit
 from trainer.tree_attention import TreePass
-from trainer.world import UnshardedModel, World, added
+from trainer.world import UnshardedModel, World, added, whole_tensor
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Packing: TypeAlias = Literal["tree", "rows", "alone"]
 """How rows are computed: shared prefixes once, padded beside each other, or each in its own pass;
@@ -55,6 +56,8 @@ class Computed:
     entropies: Tensor
     hidden: Tensor | None
     """The last hidden states of a pass from which others descend."""
+    divergences: Tensor | None = None
+    """The divergences from the teacher, [n], where there is one."""
 
 
 class PassRunner:
@@ -154,24 +157,64 @@ class PassRunner:
         parts = balanced_tries(rows, processes)
         return parts, [tree_shape(part, budget) for part in parts]
 
-    def run(self, passes: Sequence[Pass], *, entropy_gradient: bool = False) -> Iterator[Computed]:
+    def run(
+        self,
+        passes: Sequence[Pass],
+        *,
+        entropy_gradient: bool = False,
+        taught: Iterator[Taught] | None = None,
+    ) -> Iterator[Computed]:
         """Run the passes forward, and yield each when those that descend from it are done.
 
         So a caller that runs each backward at once has the gradients of a pass's keys and values
-        together. Only the passes on the way to the current one are retained.
+        together. Only the passes on the way to the current one are retained. ``taught`` is
+        :meth:`Teacher.of_passes` of the same passes.
         """
+
+        def finish(
+            number: int, work: Pass, tree: TreePass | None, hidden: Tensor | None
+        ) -> Computed:
+            how = (self.head_chunk, self.fused, entropy_gradient)
+            theirs = None if taught is None else next(taught)
+            logprobs, entropies, divergences = self.within(
+                logprobs_of, hidden, work, tree, *how, theirs
+            )
+            return Computed(number, work.items, tree, logprobs, entropies, hidden, divergences)
+
+        return self._descend(passes, finish)
+
+    def hidden_states(self, passes: Sequence[Pass]) -> Iterator[Tensor]:
+        """Yield the last hidden states of each pass in the order of :meth:`run`, without gradient.
+
+        Nothing is computed before it is asked for.
+        """
+
+        def finish(number: int, work: Pass, tree: TreePass | None, hidden: Tensor | None) -> Tensor:
+            found: Tensor = self.within(hidden_of, work, tree) if hidden is None else hidden
+            return found
+
+        found = self._descend(passes, finish)
+        while True:
+            # Only while it computes: the caller's own passes have a gradient.
+            with torch.no_grad():
+                hidden = next(found, None)
+            if hidden is None:
+                return
+            yield hidden
+
+    def _descend(
+        self,
+        passes: Sequence[Pass],
+        finish: Callable[[int, Pass, TreePass | None, Tensor | None], T],
+    ) -> Iterator[T]:
+        """Yield what ``finish`` makes of each pass, its attention, and its hidden states where
+        others descend from it."""
         opened: list[tuple[int, Pass, TreePass | None, Tensor | None]] = []
         parents = {one.parent for one in passes}
 
-        def close() -> Computed:
-            number, work, tree, hidden = opened.pop()
-            how = (self.head_chunk, self.fused, entropy_gradient)
-            logprobs, entropies = self.within(logprobs_of, hidden, work, tree, *how)
-            return Computed(number, work.items, tree, logprobs, entropies, hidden)
-
         for number, one in enumerate(passes):
             while opened and opened[-1][0] != one.around:
-                yield close()
+                yield finish(*opened.pop())
             work, tree, hidden = one.to(self._device), None, None
             if work.depths is not None:
                 above = next((tree for k, _, tree, _ in opened if k == one.parent), None)
@@ -181,7 +224,7 @@ class PassRunner:
                 hidden = self.within(hidden_of, work, tree)
             opened.append((number, work, tree, hidden))
         while opened:
-            yield close()
+            yield finish(*opened.pop())
 
     def logprobs(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the log-probabilities of each pass's items, [n], float, in the machine's memory.
@@ -285,6 +328,31 @@ class PassRunner:
                 f"{type(self._model).__name__} changes its logits after the output head; "
                 "such models cannot be trained yet"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model with the policy's token ids, whose whole distributions the loss compares."""
+
+    runner: PassRunner
+    weight: Tensor
+    """The output head, whole in every process, as the policy's backward passes use it."""
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, whole: UnshardedModel, runner: PassRunner, device: torch.device) -> Self:
+        """Return the teacher; all processes of a world must call it together."""
+        head: Any = whole.model.get_output_embeddings()
+        weight = whole_tensor(head.weight.detach(), device)
+        bias: Tensor | None = getattr(head, "bias", None)
+        if bias is not None:
+            bias = whole_tensor(bias.detach(), device)
+        return cls(runner, weight, bias)
+
+    def of_passes(self, passes: Sequence[Pass], kind: str) -> Iterator[Taught]:
+        """Yield what it teaches in each pass, in the order of :meth:`PassRunner.run`."""
+        for hidden in self.runner.hidden_states(passes):
+            yield Taught(hidden, self.weight, self.bias, kind == "forward")
 
 
 def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:

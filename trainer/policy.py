@@ -25,10 +25,11 @@ from trainer.loss import (
     needs_sequence_product,
     needs_sequence_ratio,
     needs_sequence_weight,
+    teacher_term,
 )
 from trainer.model import PolicyConfig, loaded, prepared, world_for
 from trainer.packing import Pass, Shape
-from trainer.pass_runner import Computed, PassRunner
+from trainer.pass_runner import Computed, PassRunner, Teacher
 from trainer.rows import Row, count_trained, with_values
 from trainer.step_clock import StepClock
 from trainer.updates import (
@@ -111,6 +112,8 @@ class Policy:
         """Runs the passes of this model."""
         self.reference: ReferenceLogprobs | None = None
         """Returns what the KL term of the loss compares this model with."""
+        self.teacher: Teacher | None = None
+        """The model from which the loss distils."""
 
     @classmethod
     def load(
@@ -337,7 +340,13 @@ class Policy:
         """Add the gradient of every pass's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
-        for done in self.runner.run(passes, entropy_gradient=config.entropy_coef > 0):
+        taught = None
+        if config.teacher_coef:
+            if self.teacher is None:
+                raise ValueError("the loss's distillation needs a teacher")
+            taught = self.teacher.of_passes(passes, config.teacher_kind)
+        entropy_gradient = config.entropy_coef > 0
+        for done in self.runner.run(passes, entropy_gradient=entropy_gradient, taught=taught):
             outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
             part = LossStats()
             if len(done.items):
@@ -358,15 +367,26 @@ class Policy:
         if not inputs:
             # An idle batch takes part in the collective operations, and adds nothing.
             return 0.0 * done.logprobs.sum(), LossStats()
+
+        def place(i: int) -> str:
+            return f"micro-batch {done.number}, {done.items.place(i)}"
+
+        given = LossInputs.of(inputs)
         try:
-            return LOSSES.find(config.name)(
+            loss, stats = LOSSES.find(config.name)(
                 done.logprobs,
-                LossInputs.of(inputs),
+                given,
                 total_tokens=total_tokens,
                 config=config,
                 entropies=done.entropies,
-                place=lambda i: f"micro-batch {done.number}, {done.items.place(i)}",
+                place=place,
             )
+            if done.divergences is not None:
+                more = teacher_term(done.divergences, given, total_tokens, config, place)
+                loss = loss + more
+                stats.loss += float(more.detach())
+                stats.teacher_kl = float(done.divergences.detach().sum())
+            return loss, stats
         except FloatingPointError as error:
             if self.world is None:
                 raise

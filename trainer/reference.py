@@ -1,4 +1,5 @@
-"""The frozen model that a KL term, of the loss or in the reward, compares the policy with."""
+"""The frozen models beside the policy: the reference that a KL term, of the loss or in the reward,
+compares it with, and the teacher from which the loss distils."""
 
 from __future__ import annotations
 
@@ -18,32 +19,34 @@ from any_agent.errors import ConfigError
 from trainer.lora import switched_off
 from trainer.model import loaded
 from trainer.packing import Pass
-from trainer.pass_runner import PassRunner
+from trainer.pass_runner import PassRunner, Teacher
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained
 from trainer.updates import ReferenceLogprobs
 from trainer.weight_folders import tokenizer_of
-from trainer.world import added
+from trainer.world import UnshardedModel, added
+
+SETTINGS = {"reference": "train.reference_model", "teacher": "train.teacher"}
+"""The frozen models, by the names of the policy's attributes, and the settings that name them."""
 
 
-def require_alike(path: str, policy: Policy) -> None:
+def require_alike(setting: str, path: str, policy: Policy) -> None:
     """Raise ConfigError for a model that cannot compute the policy's rows."""
     ours = policy.model.config.get_text_config()
     try:
         theirs = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"train.reference_model={path} cannot be read: {error}") from error
+        raise ConfigError(f"{setting}={path} cannot be read: {error}") from error
     advice = "name a model with the policy's tokenizer and context, or leave it out"
     for name, what in (("vocab_size", "token ids"), ("max_position_embeddings", "positions")):
         mine, other = getattr(ours, name, None), getattr(theirs, name, None)
         if other != mine if name == "vocab_size" else (other or 0) < (mine or 0):
             raise ConfigError(
-                f"train.reference_model={path} has {other} {what} ({name}), the policy {mine}: "
-                + advice
+                f"{setting}={path} has {other} {what} ({name}), the policy {mine}: {advice}"
             )
 
 
-def require_same_tokens(path: str, own: str) -> None:
+def require_same_tokens(setting: str, path: str, own: str) -> None:
     """Raise ConfigError for a model whose token ids mean other texts than those of ``own``: its
     log-probabilities would be those of other answers.
 
@@ -60,21 +63,35 @@ def require_same_tokens(path: str, own: str) -> None:
         every = theirs.keys() | ours.keys()
         token = min(token for token in every if theirs.get(token) != ours.get(token))
         raise ConfigError(
-            f"train.reference_model={path} has another tokenizer than the policy: {token!r} is its "
-            f"token {theirs.get(token)}, and the policy's {ours.get(token)}; name a model with the "
+            f"{setting}={path} has another tokenizer than the policy: {token!r} is its token "
+            f"{theirs.get(token)}, and the policy's {ours.get(token)}; name a model with the "
             "policy's tokenizer"
         )
 
 
 def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> ReferenceLogprobs:
-    """Load a model beside the policy, divided as that is, and return its log-probabilities.
+    """Return a frozen model's log-probabilities.
 
     The ``base`` of the policy's adapter is not loaded again: it is the policy without the adapter.
-    All processes of the policy's world must call it together. Raises ConfigError for a model that
-    cannot be loaded, StartupError for one that lacks weights.
+    Any other is loaded; raises as :func:`_frozen`.
     """
     if base:
         return partial(_without_adapter, policy)
+    _, runner = _frozen("reference", path, policy)
+    return runner.logprobs
+
+
+def frozen_teacher(path: str, policy: Policy) -> Teacher:
+    """Load the teacher; raises as :func:`_frozen`."""
+    return Teacher.of(*_frozen("teacher", path, policy), policy.device)
+
+
+def _frozen(role: str, path: str, policy: Policy) -> tuple[UnshardedModel, PassRunner]:
+    """Load a model beside the policy, divided as that is.
+
+    All processes of the policy's world must call it together. Raises ConfigError for a model that
+    cannot be loaded, StartupError for one that lacks weights.
+    """
     ours = policy.runner
     config = replace(
         policy.config,
@@ -86,11 +103,11 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
     try:
         whole = loaded(path, config, policy.world, frozen=True)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"train.reference_model={path} cannot be loaded: {error}") from error
+        raise ConfigError(f"{SETTINGS[role]}={path} cannot be loaded: {error}") from error
     runner = PassRunner(whole, policy.device, config, policy.world, ours.pass_tokens)
     # It computes the policy's passes.
     ours.compute_like(runner)
-    return runner.logprobs
+    return whole, runner
 
 
 def _without_adapter(policy: Policy, passes: Sequence[Pass]) -> list[Tensor]:

@@ -22,9 +22,9 @@ from trainer.checkpoint import (
 from trainer.command_channel import Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.lora import BaseWeights
-from trainer.parallel.trainer_group import drop_reference, load_policy, load_reference
+from trainer.parallel.trainer_group import drop_frozen, load_frozen, load_policy
 from trainer.policy import Policy
-from trainer.reference import require_same_tokens
+from trainer.reference import SETTINGS, require_same_tokens
 from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,11 @@ class RunCheckpoints:
         self.latest: Path | None = None
         self.step: int | None = None
         """The step of the latest checkpoint."""
-        self.reference: dict[str, Any] | None = None
-        """The name and the weights of the reference model that is loaded, as JSON."""
-        self._saved_reference: dict[str, Any] | None = None
-        """The same of the checkpoint's last steps that had one."""
+        self.frozen: dict[str, dict[str, Any]] = {}
+        """The name and the weights of the reference model and the teacher that are loaded, as
+        JSON."""
+        self._saved_frozen: dict[str, dict[str, Any]] = {}
+        """The same of the checkpoint's last steps that had them."""
         self.origin: dict[str, Any] | None = None
         """The seed, weights and adapter that training began with, as JSON; None where it began with
         a checkpoint."""
@@ -70,7 +71,7 @@ class RunCheckpoints:
             self.origin = {"seed": c.seed, "weights": weights, "adapter": record(policy)}
             return policy, None
         self.step = policy.steps
-        self._saved_reference = state.get("reference")
+        self._saved_frozen = {role: one for role in SETTINGS if (one := state.get(role))}
         return policy, state
 
     def require_same_origin(
@@ -91,35 +92,41 @@ class RunCheckpoints:
                 f"{now['seed']}: set train.seed={saved['seed']}, or choose another --trial"
             )
 
-    def load_reference(
-        self, policy: Policy, name: str, recorded: Mapping[str, Any] | None = None
+    def load_frozen(
+        self,
+        policy: Policy,
+        wanted: Mapping[str, str],
+        recorded: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Give the policy a reference model, by default the one that training began with.
+        """Give the policy the wanted reference model and teacher, by their roles, by default the
+        model that training began with.
 
         Raises ConfigError if its weights are others than those ``recorded`` by a step, or by the
         checkpoint. A model with another name may have other weights.
         """
-        name = name or self._config.model.path
-        if self.reference is None or self.reference["name"] != name:
-            self.reference = None
-            require_same_tokens(name, self._config.model.path)
-            load_reference(policy, name)
-            self.reference = {"name": name, **asdict(self._weights(policy, name))}
-        weights = BaseWeights(self.reference["path"], self.reference["crc32"])
-        for saved in filter(None, (recorded, self._saved_reference)):
-            if saved["name"] == name or saved["path"] == weights.path:
-                what = f"train.reference_model={name}: the trial's last steps had"
-                weights.require_same(saved, what)
+        for role, given in wanted.items():
+            name, setting = given or self._config.model.path, SETTINGS[role]
+            if role not in self.frozen or self.frozen[role]["name"] != name:
+                self.frozen.pop(role, None)
+                require_same_tokens(setting, name, self._config.model.path)
+                load_frozen(policy, role, name)
+                self.frozen[role] = {"name": name, **asdict(self._weights(policy, name))}
+            weights = BaseWeights(self.frozen[role]["path"], self.frozen[role]["crc32"])
+            for saved in filter(None, ((recorded or {}).get(role), self._saved_frozen.get(role))):
+                if saved["name"] == name or saved["path"] == weights.path:
+                    what = f"{setting}={name}: the trial's last steps had"
+                    weights.require_same(saved, what)
 
     def _weights(self, policy: Policy, model: str) -> BaseWeights:
         """Return a model's weights; those that the run began with are not read again."""
         known = BaseWeights(**self.origin["weights"]) if self.origin else policy.base
         return known if known is not None and known.is_at(model) else BaseWeights.of(model)
 
-    def drop_reference(self, policy: Policy) -> None:
-        """Free the memory of a reference model."""
-        drop_reference(policy)
-        self.reference = None
+    def drop_frozen(self, policy: Policy, wanted: Mapping[str, str]) -> None:
+        """Free the memory of a reference model or teacher that is not wanted."""
+        for role in SETTINGS.keys() - wanted.keys():
+            drop_frozen(policy, role)
+            self.frozen.pop(role, None)
 
     def save(self, policy: Policy, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, and remove the oldest ones; a full disk is waited out."""
@@ -127,7 +134,7 @@ class RunCheckpoints:
         self.latest = self._disk.write(
             lambda: save_checkpoint(
                 *(self._folder, policy, self.tokenizer),
-                {**state, "reference": self.reference or self._saved_reference},
+                {**state, **self._saved_frozen, **self.frozen},
                 keep=keep,
             ),
             self._folder,

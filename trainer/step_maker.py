@@ -53,7 +53,7 @@ class StepMaker:
             eta=c.rollout.eta,
             settings=step_settings(c.train, step, self.last_step),
             positions=positions,
-            reference=self._checkpoints.reference,
+            frozen=dict(self._checkpoints.frozen),
             pass_tokens=policy.runner.chosen,
             origin=self._checkpoints.origin,
         )
@@ -63,8 +63,7 @@ class StepMaker:
         policy for the step."""
         c = self._config.train.model_copy(update=taken.settings)
         policy.runner.choose_as(taken.pass_tokens)
-        if c.compares:
-            self._checkpoints.load_reference(policy, c.reference_model, taken.reference)
+        self._checkpoints.load_frozen(policy, c.frozen_models, taken.frozen)
         return training_batch(
             groups,
             c,

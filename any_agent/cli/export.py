@@ -41,6 +41,8 @@ answers that must not be trained on have weight 0""",
 call's token ids and logprobs""",
     "nemo-gym": """NeMo Gym's rollouts, one a line for each conversation of the sessions that
 have a reward, with each call's token ids and logprobs""",
+    "otel": """OpenTelemetry's traces (OTLP as JSON lines): a session is a trace, and its calls and
+rewards are spans, under the ids of the live traces""",
 }
 """The description of each format."""
 _EPILOG = """\
@@ -62,6 +64,9 @@ six, and its reward. In a session without any reward (open, aborted, rejected fo
 rewards and reward are null, not 0; in a session with rewards, calls without one of their own count
 as 0. step is the step that trained on the session; where none did, reason says why: zero_variance,
 for example, for a group that taught nothing because all of it scored alike.
+
+With otel each line is an ExportTraceServiceRequest. The record does not have the end of a call, so
+its span has no length. Texts are written with --content alone.
 
 --out replaces a plain file once everything is written, and leaves it unchanged on a failure; a pipe
 or a device is written to directly. A folder (hf) must be new.
@@ -113,6 +118,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--best N", "best sessions, or pairs, of each group (default 1)", type=most)
     add("--min-reward X", "only best sessions with at least this score", type=number)
     add("--margin X", "least difference of a pair's scores", type=number)
+    add("--content", "with --format otel: the messages of the calls, too")
     add("--out FILE", "the file or folder to write (default: -, standard output)", default="-")
     add_trial_arguments(parser)
 

@@ -25,13 +25,15 @@ archives of all ranks, whether the service runs or not.
 """
 _EPILOG = """\
 GRADER is module.function, as for sessions.grader: it takes a session as a dictionary (session_id,
-mode, task_id, metadata, interactions with messages and output_message) and returns a number, or
-several by name, which sessions.reward_weights add up. It runs in processes of its own.
+mode, task_id, metadata, feedback, interactions with messages and output_message) and returns a
+number, or several by name, which sessions.reward_weights add up; or, by the ids of calls, those of
+its calls. It runs in processes of its own.
 
 --out has a line of JSON for each session: session_id, task_id, group_id, state, old, new, rewards
-(the grader's parts by name), problem (why there is no new one). old is the reward that the session
-had: the final one, else the mean of its calls'. An interrupted run goes on where it was, with the
-same GRADER and file; sessions with a problem are graded again.
+(the grader's by name, or by call), problem (why there is no new one). old is the reward that the
+session had: the final one, else the mean of its calls'; new is the same of the new ones. An
+interrupted run goes on where it was, with the same GRADER and file; sessions with a problem are
+graded again.
 
 The summary has both means, their rank correlation, the pairs of sessions of one group that change
 their order, the groups that would teach nothing before and after, and the sessions whose reward

@@ -15,6 +15,7 @@ from any_agent.runtime.command_line import (
     add_trial_arguments,
     count,
     option,
+    seconds,
 )
 
 _DESCRIPTION = """\
@@ -22,6 +23,8 @@ Compare a recorded session with other weights: the log-probabilities of the reco
 them, token by token in the recorded context, and their own answers to the recorded prompts. The
 session is read from the journals and archives, whether the service runs or not; nothing changes.
 With --all, or options that choose sessions, many are compared by their log-probabilities alone.
+With --url the recorded calls are sent to another service instead, and its answers are compared with
+the recorded ones.
 """
 _EPILOG = """\
 Without --version, --step and --model the weights are the newest ones of the trial, which its
@@ -35,8 +38,16 @@ trial's kind of engine if that runs here, else from the embedded one.
 Of many sessions the sums are shown, and those of the sessions that scored better, or worse, than
 the mean of their group: what training made more, and less, likely.
 
-Exit codes: 0 compared, 1 failed, or nothing to compare, 2 wrong input (no such session, version or
-model), 130 interrupted.
+At --url, a service that speaks OpenAI's chat API, each call is sent with its recorded messages,
+tools and sampling, and compared: the text and where it first differs, tool calls (arguments as JSON
+values), the finish reason and the tokens; log-probabilities only where the service returns them and
+they are of the same kind, over the tokens before the first one that differs, and where they are not
+compared the reason is given. The key is read from OPENAI_API_KEY; without it none is sent. Calls of
+frozen models are left out. With many sessions the calls that differ are shown, and with --json each
+session is a line, the sums the last one.
+
+Exit codes: 0 compared, 1 failed (with --url: a call has no answer), or nothing to compare, 2 wrong
+input (no such session, version or model), 130 interrupted.
 """
 
 
@@ -67,8 +78,16 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     number = count(10**9, least=0)
     add("--version N", "the weights of this version; 0 is the initial model", type=number)
     add("--step N", "the checkpoint of this step", type=number)
-    add("--model DIR", "a model's folder; it must have the same token ids", dest="other")
+    add(
+        "--model MODEL",
+        "a model's folder, which must have the same token ids; with --url the model's name there "
+        "(default: as recorded)",
+        dest="other",
+    )
     add = partial(option, parser)
+    add("--url URL", "a service to send the calls to, like https://example.com/v1")
+    add("--concurrency N", "with --url: calls at once (default 8)", type=count(1000))
+    add("--timeout S", "with --url: the most seconds of one call (default 120)", type=seconds)
     parser.add_argument(
         "--sampling",
         choices=("greedy", "recorded"),

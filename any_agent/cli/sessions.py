@@ -195,9 +195,11 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
         for entry in details.reward_history:
             target = entry.interaction_id or "the session"
             name = f" ({entry.name})" if entry.name else ""
+            value = "words" if entry.value is None else f"{entry.value:g}"
+            said = "" if entry.text is None else f": {printable(entry.text)}"
             print(
-                f"{'reward:':<17} {entry.value:g}{name} for {target}, by {printable(entry.by)} at "
-                f"{_date(entry.at)}"
+                f"{'reward:':<17} {value}{name} for {target}, by {printable(entry.by)} at "
+                f"{_date(entry.at)}{said}"
             )
         if details.content == "archived":
             print("                  `any-agent export` shows its calls and rewards")

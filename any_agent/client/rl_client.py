@@ -7,7 +7,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -26,6 +26,7 @@ from any_agent.protocol.rl import (
     UNREACHABLE_HEADER,
     Abort,
     Feedback,
+    FeedbackGiven,
     Finalize,
     Heartbeat,
     ListSessions,
@@ -39,6 +40,7 @@ from any_agent.protocol.rl import (
     StartSession,
     Veto,
 )
+from any_agent.protocol.tasks import AskNextTask, NextTask
 from any_agent.protocol.training import (
     Ack,
     Acked,
@@ -189,20 +191,23 @@ class RLClient:
 
     async def feedback(
         self,
-        value: Literal["up", "down"] | float,
+        value: Literal["up", "down"] | float | None = None,
         *,
+        text: str | None = None,
         completion_id: str | None = None,
         session_id: str | None = None,
         api_key: str | None = None,
-    ) -> RewardSet:
+    ) -> FeedbackGiven:
         """Set what a user thinks of an answer, or without its id of a session, as the reward named
-        ``feedback``: thumbs ``up`` (1) or ``down`` (-1), or a number.
+        ``feedback``: thumbs ``up`` (1) or ``down`` (-1), or a number. ``text`` is what the user
+        says, which is kept with the session; alone it sets no reward.
 
         Under a tenant's key, the client's own, an answer's id finds its session.
         """
         given = {"thumbs" if isinstance(value, str) else "score": value}
-        body = checked(Feedback, **given, completion_id=completion_id, session_id=session_id)
-        return await self._call(RewardSet, "POST", "/feedback", body, key=api_key, once=True)
+        about = {"completion_id": completion_id, "session_id": session_id}
+        body = checked(Feedback, **given, text=text, **about)
+        return await self._call(FeedbackGiven, "POST", "/feedback", body, key=api_key, once=True)
 
     async def finalize(
         self,
@@ -274,6 +279,16 @@ class RLClient:
             for line in json.loads(response.content):
                 yield SessionLine.model_validate(line)
             after = response.headers.get(AFTER_HEADER)
+
+    async def next_task(self, task_ids: Sequence[str] = ()) -> NextTask:
+        """Return the task to run next among these, 32 at most, or among those of the latest
+        sessions: tasks that taught nothing lately are drawn less.
+
+        Raises NotFound (`no_known_task`) where none is named and none is known.
+        """
+        asked = checked(AskNextTask, task_id=list(task_ids))
+        query = urlencode({"task_id": asked.task_id}, doseq=True)
+        return await self._call(NextTask, "GET", f"/tasks/next?{query}", repeatable=True)
 
     async def overview(self) -> dict[str, Any]:
         """Return the state of the whole run, as the dashboard's overview shows it."""

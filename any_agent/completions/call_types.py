@@ -102,7 +102,7 @@ Completed = Delta | Completion
 class RequestRecord(TypedDict, total=False):
     """``Interaction.request``: the facts of a request beside messages, tools and sampling.
 
-    Where texts are not kept, only numbers, digests and the role are.
+    Where texts are not kept, only numbers, digests, the role and the adapter are.
     """
 
     overridden: dict[str, Any]
@@ -131,6 +131,9 @@ class RequestRecord(TypedDict, total=False):
     """The deferred tools that the messages show, as functions of a chat call."""
     role: str
     """The agent of the session that made the call, as the header `x-any-agent-role` named it."""
+    adapter: str
+    """The adapter of `engine.adapters` that sampled the answer, as the engine names it:
+    ``NAME@FINGERPRINT``, the digest of its files."""
     responses: dict[str, Any]
     """The fields of a `/v1/responses` request that its answer repeats; ``instructions``: the number
     of their lines, which are the first messages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,7 @@ from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.sampling import choice_seed
 from any_agent.completions.prompt import ParentMatch, Prompt, parent_of, prompt_of
 from any_agent.completions.structured_output import forced_ids, grammar_of_answer, one_call_stops
-from any_agent.completions.untrainable import untrainable_reason
+from any_agent.completions.untrainable import OF_ADAPTER, untrainable_reason
 from any_agent.engine import InferenceEngine
 from any_agent.errors import (
     ContextLengthExceeded,
@@ -80,14 +80,17 @@ class Completer:
         context_length: int,
         keeps_cache: bool = False,
         id_tag: str = "",
+        adapters: Collection[str] = (),
     ) -> None:
         """``keeps_cache``: weight updates keep the cache of calls under way (`in_place`).
-        ``id_tag``: the beginning of the hexadecimal part of ids."""
+        ``id_tag``: the beginning of the hexadecimal part of ids. ``adapters``: the names of models
+        that are adapters of the engine; every other name is the engine's model."""
         self.engine = engine
         self.chat = chat
         self.context_length = context_length
         self._keeps_cache = keeps_cache
         self._id_tag = id_tag
+        self._adapters = frozenset(adapters)
 
     def find(self, call: ChatCall, tree: InteractionTree | None) -> ContinuationPoint:
         """Find what the call continues, at little cost; ContextLengthExceeded or InvalidRequest."""
@@ -220,7 +223,11 @@ class Completer:
         call, choice = prepared.call, prepared.choices[index]
         parser = _parser(prepared.chat, call, choice.id, choice.prompt.ids, choice.forced)
         request = ModelRequest(
-            choice.id, choice.prompt.ids, choice.gconfig, top_logprobs=call.top_logprobs
+            choice.id,
+            choice.prompt.ids,
+            choice.gconfig,
+            top_logprobs=call.top_logprobs,
+            adapter=call.model if call.model in self._adapters else None,
         )
         sampled = _Sampled()
         matched: str | None = None
@@ -230,6 +237,7 @@ class Completer:
                 sampled.ids.extend(ids)
                 sampled.logprobs.extend(logprobs)
                 sampled.versions.extend(chunk.versions)
+                sampled.adapter = chunk.adapter or sampled.adapter
                 if top is not None:
                     sampled.top.extend(top)
                 if chunk.bound is not None:
@@ -306,6 +314,9 @@ class Completer:
             request["matched_stop"] = choice.gconfig.stop.index(matched_stop)
         if sampled.top:
             request["top_logprobs"] = sampled.top.to_json()
+        if sampled.adapter is not None:
+            request["adapter"] = sampled.adapter
+            untrainable = untrainable or OF_ADAPTER
         reason = untrainable or untrainable_reason(choice.gconfig, output_ids, sampled.bound)
         if reason is None and any(sampled.bound):
             request["bound"] = runs_of(sampled.bound)
@@ -355,7 +366,7 @@ class Completer:
 class _Sampled:
     """The output of a choice so far, packed: many and long choices are sampled at once."""
 
-    __slots__ = ("bound", "ids", "logprobs", "top", "versions")
+    __slots__ = ("adapter", "bound", "ids", "logprobs", "top", "versions")
 
     def __init__(self) -> None:
         self.ids = array("i")
@@ -363,6 +374,7 @@ class _Sampled:
         self.versions = array("i")
         self.top = PackedTopLogprobs()
         self.bound = array("b")
+        self.adapter: str | None = None
 
 
 def _parser(

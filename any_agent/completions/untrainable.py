@@ -17,6 +17,7 @@ UntrainableReason: TypeAlias = Literal[
     "version_gone",
     "undelivered",
     "frozen_model",
+    "adapter",
     "guardrail",
     "guardrail_veto",
 ]
@@ -24,10 +25,12 @@ UntrainableReason: TypeAlias = Literal[
 distribution than the model's; under a grammar, every one of them was, or the engine does not tell
 which. no_tokens: nothing was sampled. version_gone: a
 weight update cut off a call of a session that is pinned to one version. undelivered: the answer
-reached no client. frozen_model: another model than the policy answered. guardrail: one that
+reached no client. frozen_model: another model than the policy answered. adapter: the
+policy with an adapter of `engine.adapters` answered. guardrail: one that
 `litellm.policy_guardrails` names refused the answer. guardrail_veto: one that
 `litellm.policy_vetoes` names did, which keeps the whole session out of training."""
 
+OF_ADAPTER: Final = "adapter"
 GUARDRAIL_VETO: Final = "guardrail_veto"
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
 

@@ -176,7 +176,11 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
         "computes it as the policy",
     ),
     "reward_model": ((), "leave it out: rewards are what agents, or reward functions, give"),
-    "teacher": ((), "leave it out: nothing is distilled from another model"),
+    "teacher": (
+        (),
+        "set train.teacher, with train.teacher_coef for the weight of the distillation and "
+        "train.reward_coef for that of the reward",
+    ),
 }
 """Names that are accepted with these values (and null), which change nothing, and the advice about
 another value."""

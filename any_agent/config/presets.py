@@ -120,6 +120,10 @@ def completed(c: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not c["kl_coef"]:
         del knobs["kl_estimator"]
+    taught = bool(c["teacher_coef"])
+    if taught:
+        knobs["teacher_kind"] = "reverse"
+    knobs["dynamic_sampling"] = "keep" if taught or not c["reward_coef"] else "refill"
     if (c["aggregation"] or knobs["aggregation"]) == "constant":
         knobs["constant_length"] = CONSTANT_LENGTH
     if c["overlong_length"] is not None:
@@ -177,6 +181,17 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
             f"train.kl_estimator={c['kl_estimator']} has no effect while train.kl_coef is 0: set "
             "train.kl_coef (0.001 is usual), or leave train.kl_estimator out"
         )
+    if c["teacher_kind"] is not None and not c["teacher_coef"]:
+        yield (
+            f"train.teacher_kind={c['teacher_kind']} has no effect while train.teacher_coef is 0: "
+            "set train.teacher and train.teacher_coef, or leave train.teacher_kind out"
+        )
+    if c["reward_coef"] != 1 and not c["teacher_coef"] and c["kl_estimator"] in (None, "k1"):
+        yield (
+            f"train.reward_coef={c['reward_coef']:g} weighs the reward beside another model's "
+            "distributions, and there is none to learn from: set train.teacher and "
+            "train.teacher_coef, or leave train.reward_coef out"
+        )
     if c["kl_coef"] and c["kl_reward_coef"]:
         yield (
             "train.kl_coef and train.kl_reward_coef pull towards the same reference twice, by a "
@@ -195,6 +210,19 @@ def _in_the_batch(c: Mapping[str, Any]) -> Iterator[str]:
                     f"train.{name} contradicts train.advantage_estimator=maxrl, which divides by "
                     "the mean of rewards of 0 and above: leave it out"
                 )
+    if not c["reward_coef"]:
+        for name, value in {"kl_reward_coef": 0, "overlong_length": None}.items():
+            if c[name] != value:
+                yield (
+                    f"train.{name} changes the reward, which train.reward_coef=0 takes out of the "
+                    "loss: leave one of them out"
+                )
+        if c["dynamic_sampling"] != "keep":
+            yield (
+                f"train.dynamic_sampling={c['dynamic_sampling']} leaves out groups by their "
+                "rewards, which train.reward_coef=0 takes out of the loss: set keep, or leave it "
+                "out"
+            )
     if c["group_by"] == "role" and estimator == "reinforce_pp":
         yield (
             "train.group_by=role contradicts train.advantage_estimator=reinforce_pp, which "

@@ -148,6 +148,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_model_a_name(self) -> Self:
         policy = {self.model.name, *self.model.policy_names}
+        adapters = self.engine.adapters.keys()
+        taken = policy | set(frozen_names(self.frozen.model_list))
+        if own := sorted(adapters & taken):
+            raise ValueError(
+                f"{own[0]} is an adapter in engine.adapters and a name of the policy (model.name, "
+                "model.policy_names) or of a model in frozen.model_list: give it another name"
+            )
         both = next((name for name in frozen_names(self.frozen.model_list) if name in policy), None)
         if both is not None:
             raise ValueError(
@@ -162,6 +169,15 @@ class Config(Section):
             raise ValueError(
                 "litellm.config and frozen.model_list are both set: move the models of the second "
                 "to the model_list of the first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_without_litellm(self) -> Self:
+        if self.engine.adapters and self.litellm.config is not None:
+            raise ValueError(
+                "engine.adapters and litellm.config are both set: LiteLLM's keys, guardrails and "
+                "lists know the policy by its own names only; leave one of them out"
             )
         return self
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from any_agent.config.base import LocalPath, Section, Texts
+from any_agent.config.base import LocalPath, Name, Section, Texts
 from any_agent.config.model_list import ModelList, check_model_list
 from any_agent.keys import KEY_PREFIXES
 
@@ -292,6 +292,10 @@ class EngineConfig(Section):
     """Calls that may wait in an engine; further ones are refused."""
     context_length: int | None = Field(None, ge=16)
     """The most tokens of prompt and output together. None: the model's own limit."""
+    adapters: dict[Name, LocalPath] = Field(default_factory=dict)
+    """LoRA adapters beside the model, each a name and the folder that peft, or `train.lora`, wrote.
+    A call whose `model` is the name samples from the model with that adapter. For embedded engines
+    that the service starts, without training."""
     update_mode: Literal["resume", "in_place"] = "resume"
     """The effect of a weight update on running calls: recompute their cache (exact) or keep it."""
     update_wait: float = Field(120.0, gt=0)
@@ -337,6 +341,16 @@ class EngineConfig(Section):
                 raise ValueError(
                     f"engine.{chosen[0]} is for SGLang; set engine.kind=sglang, or leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _serves_adapters(self) -> Self:
+        if self.adapters and (self.kind != "embedded" or self.urls):
+            other = "engine.urls" if self.urls else f"engine.kind={self.kind}"
+            raise ValueError(
+                f"engine.adapters are for embedded engines that the service starts, and {other} is "
+                "set: leave one of them out, or serve each adapter merged with its model"
+            )
         return self
 
 

@@ -58,7 +58,8 @@ class SessionConfig(Section):
     rewards and the caller's metadata stay, so sessions continue exactly and can be trained on."""
     grader: str = ""
     """For `late_reward: grade` and `sessions.implicit`: `module.function`, which takes a session as
-    a dictionary and returns a number, or several by name. It runs in a process of its own."""
+    a dictionary and returns a number, or several by name; or, by the ids of calls, those of its
+    calls. It runs in a process of its own."""
     grader_timeout: float = Field(60.0, gt=0)
     """Seconds that one grade may take; then its process is killed, and the session is rejected."""
     implicit: bool = False

@@ -185,11 +185,12 @@ class TrainConfig(Section):
     group_by: Literal["session", "role"] = "session"
     """Whose rewards share a baseline in a group: those of its `session`s, or those of each `role`,
     the agents of a session that the header `x-any-agent-role` names."""
-    dynamic_sampling: Literal["refill", "drop", "keep"] = "refill"
-    """The fate of a group whose sessions all score the same, and which teaches nothing. `refill`:
-    another one takes its place (DAPO), so that a step needs more sessions the harder or the easier
-    the tasks are. `drop`: the step goes without it. `keep`: it counts as any other, with advantages
-    of 0."""
+    dynamic_sampling: Literal["refill", "drop", "keep"] | None = None
+    """The fate of a group whose sessions all score the same, so that their rewards teach nothing.
+    `refill`: another one takes its place (DAPO), so that a step needs more sessions the harder or
+    the easier the tasks are. `drop`: the step goes without it. `keep`: it counts as any other, with
+    advantages of 0. null: `keep` with `train.teacher` or a `train.reward_coef` of 0, which leave
+    something to learn from it, else `refill`."""
     discount: float = Field(1.0, ge=0, le=1)
     """The share of a turn's reward that the turn before it gets."""
     normalize_std: Literal["group", "batch", "none"] | None = None
@@ -281,6 +282,21 @@ class TrainConfig(Section):
     """The reference model of either, a folder or a hub name; it needs the policy's tokenizer.
     Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
     in memory beside the policy's, unless it is the model that `train.lora` adapts."""
+    teacher: LocalPath = ""
+    """A model to distil from, a folder or a hub name; it needs the policy's tokenizer, and may be
+    wider or deeper: a larger model, or a checkpoint of another trial. Its weights stay in memory
+    beside the policy's. Empty: none."""
+    teacher_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The factor of the divergence from the teacher, a term of the loss: over the whole vocabulary,
+    at each token that the policy sampled and is trained on (on-policy distillation). It needs
+    `train.teacher`; 1 is usual."""
+    teacher_kind: Literal["reverse", "forward"] | None = None
+    """This divergence: `reverse`, KL(policy, teacher), which takes from the policy what the teacher
+    would not say; `forward`, KL(teacher, policy), which gives it all that the teacher might say.
+    null: `reverse`."""
+    reward_coef: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """The factor of the advantages beside `train.teacher` or `train.kl_coef`. 0: rewards are
+    reported, and only the other model teaches."""
     minibatches: int = Field(1, ge=1)
     """Parts of a batch with an optimizer update each, about equal in trained tokens. Groups stay
     whole, or sessions where there are fewer groups than parts. A batch and its updates are one
@@ -336,6 +352,14 @@ class TrainConfig(Section):
                 "train.reference_model is for the KL term: set train.kl_coef or "
                 "train.kl_reward_coef above 0, or leave it out"
             )
+        if bool(self.teacher) is not bool(self.teacher_coef):
+            raise ValueError(
+                f"train.teacher_coef is 0, and train.teacher={self.teacher} has no effect: set the "
+                "factor (1 is usual), or leave the teacher out"
+                if self.teacher
+                else f"train.teacher_coef={self.teacher_coef:g} has no effect without a model to "
+                "distil from: set train.teacher, or leave it out"
+            )
         if self.min_lr_ratio and self.lr_schedule == "constant":
             raise ValueError(
                 "train.min_lr_ratio is for a falling rate: set train.lr_schedule to linear or "
@@ -347,6 +371,13 @@ class TrainConfig(Section):
     def compares(self) -> bool:
         """True if steps compare the policy with a reference model."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def frozen_models(self) -> dict[str, str]:
+        """The models that steps need beside the policy, `reference` and `teacher`; an empty name
+        is that of `model.path`."""
+        found = {"reference": self.reference_model} if self.compares else {}
+        return found | ({"teacher": self.teacher} if self.teacher_coef else {})
 
     @property
     def compares_in_groups(self) -> bool:

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from any_agent.data.rows import DataRow, as_dataset
 from any_agent.errors import ConfigError
+from any_agent.protocol.tasks import MOST_RESTS
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-
-_MOST_RESTS = 3
-"""An item rests for at most ``2**3 - 1`` passes."""
 
 
 class DatasetCursor:
@@ -127,7 +124,7 @@ class DatasetCursor:
         if not (found := self._dull.get(item)):
             return False
         times, last = found
-        return last < now < last + (1 << min(times, _MOST_RESTS))
+        return last < now < last + (1 << min(times, MOST_RESTS))
 
     def _consume(self, positions: Iterable[int]) -> None:
         self._beyond.update(position for position in positions if position >= self._low)

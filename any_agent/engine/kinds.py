@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from any_agent.engine.base import InferenceEngine, RemoteEngine
@@ -67,10 +67,12 @@ def load_engine_in_process(
     dtype: str = "auto",
     context_length: int | None = None,
     weight_version: int = 0,
+    adapters: Mapping[str, str] | None = None,
 ) -> InferenceEngine:
     """Load a checkpoint into an embedded engine of this process, an asynchronous context manager.
 
-    Raises StartupError for a model that cannot be served.
+    ``adapters``: folders of LoRA adapters by the names that requests give as ``adapter``. Raises
+    StartupError for a model that cannot be served, ConfigError for an adapter that does not fit.
     """
     from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 
@@ -79,5 +81,6 @@ def load_engine_in_process(
         dtype=dtype,
         context_length=context_length,
         weight_version=str(weight_version),
+        adapters=adapters or {},
     )
     return EmbeddedEngine.load(path, options)

@@ -44,6 +44,8 @@ def chosen(
     if python is not None and kind == "embedded":
         raise ValueError("python is the interpreter of an SGLang: leave kind out")
     changes = {"kind": "sglang" if python else kind, "python": python, "device": device}
+    if changes["kind"] == "sglang" and kept.config.engine.adapters:
+        raise ValueError("the settings have engine.adapters, which SGLang does not serve here")
     engine = kept.config.engine.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
         # The engine is started here, so the addresses of running ones are dropped.
@@ -65,6 +67,7 @@ def own_engine(
         dtype=kept.config.model.dtype,
         context_length=engine.context_length,
         weight_version=weights.version,
+        adapters=engine.adapters,
     )
     return loaded, None
 

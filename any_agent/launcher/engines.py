@@ -17,6 +17,7 @@ from typing import Literal
 
 from any_agent.auth.engine_key import read_key_file
 from any_agent.config import Config, secret_variables
+from any_agent.engine.embedded.adapter_files import check_adapter
 from any_agent.errors import ConfigError
 from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.runtime.private_address import require_private_url
@@ -101,8 +102,18 @@ def start_timeout(config: Config) -> float:
     return _EMBEDDED_TIMEOUT + more
 
 
-def require_engines(config: Config) -> None:
-    """Raise ConfigError if the engines cannot be started here, or must not be used."""
+def require_engines(config: Config, *, trains: bool = False) -> None:
+    """Raise ConfigError if the engines cannot be started here, or must not be used.
+
+    ``trains``: their model is trained.
+    """
+    if config.engine.adapters and trains:
+        raise ConfigError(
+            "engine.adapters belong to the model as it is, and training changes it: start with "
+            "--no-train, or leave them out"
+        )
+    for name, folder in config.engine.adapters.items():
+        check_adapter(name, folder)
     for url in config.engine.urls:
         require_private_url(url)
     if not config.engine.urls and _is_sglang(config):
@@ -185,6 +196,8 @@ def _embedded(config: Config, arguments: list[str], name: str) -> Command:
     engine = config.engine
     arguments = ["any_agent.engine.embedded", *arguments, "--threads", str(engine.threads)]
     arguments += ["--device", engine.device]
+    for adapter, folder in engine.adapters.items():
+        arguments += ["--adapter", f"{adapter}={folder}"]
     # Unlike the other parts, an engine does not read the form of its logs from the settings.
     return Command([*arguments, "--log-format", config.log_format, "--log-part", name])
 

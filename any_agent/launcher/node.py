@@ -287,7 +287,7 @@ class Node:
         require_devices(config, trains=trains)
         if place.ranks_of(config):
             require_grader(config)
-            require_engines(config)
+            require_engines(config, trains=options.train)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
         fresh = not self.dir.path.exists()
@@ -345,7 +345,7 @@ class Node:
         loads = engines and not self.config.engine.urls and self.options.weights is None
         wanted = [self.config.model.path] if loads or trains else []
         if trains:
-            wanted.append(self.config.train.reference_model)
+            wanted += [self.config.train.reference_model, self.config.train.teacher]
         for model in dict.fromkeys(filter(on_hub, wanted)):
             bring_model(model, self.options.say, check=self.check)
             self._offline = parts_variables()

@@ -81,9 +81,9 @@ class ServedModel:
 
 
 def require_training(config: Config) -> None:
-    """Raise ConfigError for a reference model that cannot exist, or if LoRA's package, or a layer
-    that it names, is missing; the trainer checks names of a hub."""
-    check_reference(config)
+    """Raise ConfigError for a reference model or teacher that cannot exist, or if LoRA's package,
+    or a layer that it names, is missing; the trainer checks names of a hub."""
+    check_frozen(config)
     if config.train.lora is not None:
         require_peft()
         require_layers(Path(config.model.path).expanduser(), config.train.lora.target_modules)
@@ -162,10 +162,11 @@ def _weights_of(model: Path) -> set[str]:
         return set()
 
 
-def check_reference(config: Config) -> None:
-    """Raise ConfigError for a reference model that is set and cannot exist."""
-    if config.train.reference_model:
-        check_model(config.train.reference_model, "train.reference_model")
+def check_frozen(config: Config) -> None:
+    """Raise ConfigError for a reference model or teacher that is set and cannot exist."""
+    for name in ("reference_model", "teacher"):
+        if path := getattr(config.train, name):
+            check_model(path, f"train.{name}")
 
 
 def require_peft() -> None:

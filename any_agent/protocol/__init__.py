@@ -13,6 +13,7 @@ from any_agent.protocol.rl import MAX_NAMED as MAX_NAMED
 from any_agent.protocol.rl import MAX_REWARD as MAX_REWARD
 from any_agent.protocol.rl import UNREACHABLE_HEADER as UNREACHABLE_HEADER
 from any_agent.protocol.rl import Abort as Abort
+from any_agent.protocol.rl import FeedbackGiven as FeedbackGiven
 from any_agent.protocol.rl import Finalize as Finalize
 from any_agent.protocol.rl import Heartbeat as Heartbeat
 from any_agent.protocol.rl import InteractionContent as InteractionContent

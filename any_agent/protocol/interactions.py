@@ -43,6 +43,9 @@ class InteractionView(BaseModel):
     """The number of its ancestors."""
     role: str
     """The agent of the session that made the call; "" for one without a name."""
+    adapter: str | None = None
+    """The adapter of `engine.adapters` that sampled the answer, `NAME@FINGERPRINT`, with a digest
+    of its files; null: the policy itself."""
     created_at: float
     """Seconds since the epoch."""
     message_delta: list[dict[str, Any]]

@@ -48,6 +48,8 @@ Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
 MAX_REWARD = 1e6
+MAX_FEEDBACK_TEXT = 4096
+"""The most characters of one text of feedback."""
 _MAX_NAMED_REWARDS = 32
 
 
@@ -225,19 +227,26 @@ class Feedback(StrictBody):
     """`up` is 1, and `down` is -1: no feedback adds 0."""
     score: Score = None
     """A number instead."""
+    text: Annotated[str, StringConstraints(min_length=1, max_length=MAX_FEEDBACK_TEXT)] | None = (
+        None
+    )
+    """The user's words, which are kept with the session; alone they set no reward."""
     completion_id: str | None = None
     """The id of the answer; it also finds the session."""
     session_id: str | None = None
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:
-        if (self.thumbs is None) == (self.score is None):
-            raise ValueError("give either thumbs or score")
+        if self.thumbs is not None and self.score is not None:
+            raise ValueError("give either thumbs or score, not both")
+        if self.value is None and self.text is None:
+            raise ValueError("give thumbs or a score, text, or both")
         return self
 
     @property
-    def value(self) -> float:
-        if self.score is not None:
+    def value(self) -> float | None:
+        """The reward; None for words alone."""
+        if self.thumbs is None:
             return self.score
         return 1.0 if self.thumbs == "up" else -1.0
 
@@ -247,8 +256,14 @@ class RewardSet(BaseModel):
     session_id: str
     interaction_id: str | None
     """The rewarded interaction; None for the session's final reward."""
-    reward: float
-    """The present sum of its named and unnamed rewards."""
+    reward: float | None
+    """The present sum of its named and unnamed rewards; None after words alone where there is
+    none."""
+
+
+class FeedbackGiven(RewardSet):
+    text_stored: bool
+    """True if the request's text is kept; a run with `sessions.store_content: false` drops it."""
 
 
 class Finalize(StrictBody):
@@ -358,16 +373,20 @@ class RewardEntry(BaseModel):
     interaction_id: str | None
     """The rewarded interaction; None for the session's final reward."""
     name: str | None
-    value: float
+    value: float | None
+    """None for words alone."""
     by: str
     """The holder of the key, or the part of the service, that set it."""
     at: float
     """Seconds since the epoch."""
+    text: str | None = None
+    """A user's words with it, which the agent of a session that others reward does not see."""
 
 
 class SessionDetails(SessionInfo):
     reward_history: list[RewardEntry]
-    """All rewards as they were set, oldest first; only the last ones if there are many."""
+    """All rewards and words as they were given, oldest first; only the last ones if there are
+    many."""
     rewards_given: int
     """The total number of rewards that were set."""
 
@@ -379,6 +398,19 @@ class InteractionContent(BaseModel):
     """The messages that follow its parent's messages and answer."""
     output_message: dict[str, Any]
     finish_reason: str
+    next_messages: list[list[dict[str, Any]]] = []
+    """The messages of users and tools after the answer, for each continuation that differs."""
+
+
+class FeedbackContent(BaseModel):
+    interaction_id: str | None
+    """The answer that it is about; None for the whole session."""
+    value: float | None
+    """The reward; None for words alone."""
+    text: str | None
+    by: str
+    at: float
+    """Seconds since the epoch."""
 
 
 class SessionContent(BaseModel):
@@ -388,6 +420,8 @@ class SessionContent(BaseModel):
     mode: Literal["train", "eval"]
     task_id: str | None
     metadata: dict[str, Any]
+    feedback: list[FeedbackContent] = []
+    """All feedback of users, oldest first."""
     interactions: list[InteractionContent]
 
     def graded(self) -> dict[str, Any]:
@@ -406,6 +440,7 @@ class SessionContent(BaseModel):
                     "messages": messages,
                     "output_message": one.output_message,
                     "finish_reason": one.finish_reason,
+                    "next_messages": one.next_messages,
                 }
             )
         return self.model_dump(exclude={"interactions"}) | {"interactions": interactions}

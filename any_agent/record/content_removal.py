@@ -14,11 +14,11 @@ from any_agent.types import Interaction, Message
 REASONING_DIGEST = "reasoning_digest"
 # fmt: off
 _WORDLESS = {
-    "bound", "forced", "matched_stop", "mixed_cache", "order", "role", "text", "top_logprobs",
-    "vetoed",
+    "adapter", "bound", "forced", "matched_stop", "mixed_cache", "order", "role", "text",
+    "top_logprobs", "vetoed",
 }
 # fmt: on
-"""The fields that a request's record keeps: numbers, digests, and the role."""
+"""The fields that a request's record keeps: numbers, digests, the role and the adapter."""
 
 
 def strip_content(interaction: Interaction) -> Interaction:

@@ -31,7 +31,10 @@ def find(name: str) -> Outcome:
 
 
 def grade(name: str, session: dict[str, Any]) -> Outcome:
-    """Call the grader on a session: its reward is a number, or several by name."""
+    """Call the grader on a session.
+
+    Its reward is a number, or several by name; or those of its calls, several by name each.
+    """
     try:
         returned = _function(name)(session)
         if inspect.iscoroutine(returned):
@@ -49,6 +52,12 @@ def _function(name: str) -> Any:
 def _plain(returned: Any) -> Any:
     if isinstance(returned, Mapping):
         return {str(name): _plain(value) for name, value in returned.items()}
+    return plain_number(returned)
+
+
+def plain_number(returned: Any) -> float:
+    """Return a finite number of Python, numpy or torch; TypeError or ValueError for any other
+    value."""
     if isinstance(returned, bool | str | bytes) or returned is None:
         raise TypeError(f"it returned {short(repr(returned))}, not a number")
     number = float(returned)

@@ -159,12 +159,18 @@ def _for_anthropic(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _models(service: RankService) -> list[dict[str, Any]]:
-    owners = {service.config.model.name: "any-agent"} | dict.fromkeys(
+    policy, adapters = service.config.model.name, service.frozen.policy.adapters
+    owners = dict.fromkeys((policy, *adapters), "any-agent") | dict.fromkeys(
         service.frozen.names, "frozen"
     )
     models: list[dict[str, Any]] = [
         {"id": name, "object": "model", "created": 0, "owned_by": owner}
         for name, owner in owners.items()
     ]
-    models[0]["context_length"] = service.completer.context_length
+    ours = models[: 1 + len(adapters)]
+    for model in ours:
+        model["context_length"] = service.completer.context_length
+    for model in ours[1:]:
+        # As vLLM tells an adapter's base.
+        model["parent"] = policy
     return models

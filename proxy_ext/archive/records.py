@@ -7,7 +7,7 @@
                   pinned_version, metadata, created_at, ended_at (seconds since the epoch),
                   final_reward, step (the optimizer step that consumed it)
     rewards       every reward that was ever set, in order: interaction_id (null: the final one),
-                  name, value, by, at
+                  name, value (null: words alone), by, at, text (a user's words)
     interactions  the model calls in order, parents first: id, parent_id, continuation,
                   prompt_delta_ids, output_ids, output_logprobs, output_versions, message_delta,
                   output_message, tools, finish_reason, reward, gconfig, model, request,

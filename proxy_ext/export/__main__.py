@@ -17,6 +17,7 @@ from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.choice import Groups, is_candidate, score_of
 from proxy_ext.export.formats import FORMATS, PairLine
+from proxy_ext.export.otlp import TraceLines
 from proxy_ext.export.output import ExportOutput, output
 from proxy_ext.export.preferences import Conversation, WaitingConversations, conversation_of
 from proxy_ext.export.reader import RunSessions, SessionRecord, credited, row_line, rows
@@ -42,9 +43,10 @@ class Exporter:
         self._lines = self._format.lines and self._format.lines()
         # Whoever names the folder and the discount needs no readable settings.
         own = arguments.discount is None
-        self._run = RunSessions.of(arguments, settings=own)
+        self._run = RunSessions.of(arguments, settings=own or self._format.spans)
         discount = self._run.settings.train.discount if own else arguments.discount
         self._discount = float(discount)
+        self._traces = TraceLines(self._run.settings, content=arguments.content)
         self.sessions = self.archived = self.lines = self.problems = 0
         self.left_out: Counter[str] = Counter()
 
@@ -63,6 +65,8 @@ class Exporter:
                 self._write_best(out)
             elif self._format.pair is not None:
                 self._write_pairs(out, self._format.pair)
+            elif self._format.spans:
+                self._write_spans(out)
             elif style is not None or self._lines is not None:
                 self._write_rows(lambda row: out.write(row_line(row)))
             else:
@@ -80,6 +84,8 @@ class Exporter:
         text = f"{self.sessions} sessions ({self.archived} of them from archives)"
         if self._format.pair is not None:
             text += f", {self.lines} pairs"
+        elif self._format.spans:
+            text += f", {self._traces.spans} spans"
         elif self._style is not None or self._lines is not None:
             text += f", {self.lines} rows"
         for why, number in self.left_out.items():
@@ -131,6 +137,17 @@ class Exporter:
                         self.lines += 1
                     except Unprocessable as error:
                         self.left_out[error.message] += 1
+
+    def _write_spans(self, out: ExportOutput) -> None:
+        """Write each session as a trace, line by line as they are made."""
+        for found, record in self._read():
+            lines = self._traces.of(record)
+            line = self._try(found, next, lines)
+            if line is not None:
+                out.write(line)
+                for line in lines:
+                    out.write(line)
+                self._count(found)
 
     def _groups(self, usable: Callable[[ArchiveRecord], object]) -> Groups:
         """Read all sessions once; return the scores of those that may be chosen and are usable."""
@@ -197,7 +214,9 @@ def _style_of(arguments: argparse.Namespace) -> str | None:
             fitting = [name for name, one in FORMATS.items() if one.takes in takes]
             option = each.replace("_", "-")
             raise ConfigError(f"--{option} is for --format {', '.join(fitting)}")
-    if (chosen.lines or chosen.pair) and arguments.style is not None:
+    if arguments.content and not chosen.spans:
+        raise ConfigError("--content is for --format otel")
+    if (chosen.lines or chosen.pair or chosen.spans) and arguments.style is not None:
         raise ConfigError(f"--format {name} has one form: leave --style out")
     if name in ("parquet", "hf") and arguments.out == "-":
         example = "sessions.parquet" if name == "parquet" else "a new folder"

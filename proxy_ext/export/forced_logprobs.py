@@ -69,7 +69,7 @@ def _path_logprobs(
     for node in path:
         prompt, output = (part.tolist() for part in _ids(node))
         ids += [*prompt, *output]
-        scale = None if node.id in known else _temperature(node.gconfig)
+        scale = None if node.id in known else sampling_scale(node.gconfig)
         wanted += [None] * len(prompt)
         wanted += [scale] * len(output)
     values = iter(forward.token_logprobs(ids, wanted))
@@ -80,7 +80,8 @@ def _path_logprobs(
     }
 
 
-def _temperature(gconfig: GenerationHyperparameters) -> float:
+def sampling_scale(gconfig: GenerationHyperparameters) -> float:
+    """Return the temperature by which logits are divided for log-probabilities."""
     return gconfig.temperature if gconfig.temperature >= _GREEDY_BELOW else 1.0
 
 

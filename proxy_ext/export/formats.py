@@ -29,6 +29,8 @@ class Format(NamedTuple):
     lines: Callable[[], Lines] | None = None
     """Return the function of one export."""
     pair: PairLine | None = None
+    spans: bool = False
+    """True for the spans of whole sessions."""
 
 
 FORMATS: dict[str, Format] = {
@@ -42,4 +44,5 @@ FORMATS: dict[str, Format] = {
     "openai-preferences": Format("pairs", pair=openai_preference),
     "atif": Format("all", lines=lambda: atif),
     "nemo-gym": Format("all", lines=lambda: NemoGymRollouts().lines),
+    "otel": Format("all", spans=True),
 }

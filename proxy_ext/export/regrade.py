@@ -18,15 +18,15 @@ import numpy as np
 
 from any_agent.cli.regrade import add_regrade_arguments
 from any_agent.errors import AnyAgentError, ConfigError
-from any_agent.record import lacks_texts
+from any_agent.record import InteractionTree, lacks_texts, propagate_rewards, session_score
 from any_agent.runtime.atomic_files import owner_only, write_atomic
 from any_agent.runtime.command_line import CommandParser, guarded, parse, printable
 from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.choice import group_of, reward_of
 from proxy_ext.export.output import plain_file
 from proxy_ext.export.reader import RunSessions, credited
-from proxy_ext.sessions.grading import Grader, GraderFailed, graded
-from proxy_ext.sessions.rewards import combined
+from proxy_ext.sessions.grading import Grader, GraderFailed, Grades, graded
+from proxy_ext.sessions.rewards import Parts, combined
 
 _AHEAD = 4  # sessions that wait for each worker
 _MOST_CHANGED = 5
@@ -138,20 +138,36 @@ class Regrading:
         session = record.session
         line = {name: session[name] for name in ("task_id", "group_id", "state")}
         line = {"session_id": session["id"], **line, "old": None, "new": None}
-        parts: Mapping[str | None, float] = {}
-        problem = None
+        grades, problem = Grades(), None
         try:
             calls = credited(record, self._run.settings.train.discount)
             line["old"] = reward_of(session, calls)
             if any(map(lacks_texts, calls.tree)):
                 raise GraderFailed("its texts were not stored (sessions.store_content)")
             async with self._grader.free:
-                parts = await self._grader.grade(graded(session, calls.tree))
-            line["new"] = combined(parts, self._run.settings.sessions.reward_weights)
+                grades = await self._grader.grade(graded(session, calls.tree, record.rewards))
+            line["new"] = self._reward_of(grades, calls.tree)
         except (GraderFailed, ValueError, AnyAgentError) as error:
             problem = str(error)
-        rewards = {name or "reward": value for name, value in parts.items()}
+        rewards = _named(grades.final) | {id: _named(own) for id, own in grades.calls.items()}
         return {**line, "rewards": rewards, "problem": problem}
+
+    def _reward_of(self, grades: Grades, tree: InteractionTree) -> float:
+        """Return the new final reward, else the score by the calls' new rewards, which the tree
+        gets."""
+        settings = self._run.settings
+        weights = settings.sessions.reward_weights
+        if grades.final:
+            return combined(grades.final, weights)
+        if not grades.calls:
+            raise GraderFailed("it gave no reward")
+        for call in tree:
+            own = grades.calls.get(call.id)
+            call.reward = combined(own, weights) if own is not None else None
+        score = session_score(tree, propagate_rewards(tree, discount=settings.train.discount))
+        if score is None:
+            raise GraderFailed("it rewards calls, of which training counts none")
+        return score
 
     def _take(self, line: Mapping[str, Any]) -> None:
         if line["problem"] is not None:
@@ -163,6 +179,10 @@ class Regrading:
     def _report(self, problem: str) -> None:
         self.problems += 1
         print(f"warning: {printable(problem)}", file=sys.stderr)
+
+
+def _named(parts: Parts) -> dict[str, Any]:
+    return {name or "reward": value for name, value in parts.items()}
 
 
 def summary_of(results: Sequence[Regraded]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import logging
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,46 +21,16 @@ from any_agent.inference.weights_source import WeightsSource, find_weights_sourc
 from any_agent.launcher.trial import find_trial, newest_weights
 from any_agent.record import InteractionTree, is_frozen, lacks_texts
 from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse, printable
-from any_agent.types import GenerationHyperparameters, Interaction, Message, ModelRequest
+from any_agent.types import Interaction, Message, ModelRequest
 from proxy_ext.archive.records import ArchiveRecord
+from proxy_ext.export.comparison import Comparison, sampling_of, shown_message
 from proxy_ext.export.forced_logprobs import Progress, call_logprobs, load_forward
-from proxy_ext.export.reader import find_session, newest_session
+from proxy_ext.export.reader import RunSessions, find_session, newest_session
+from proxy_ext.export.recorded_request import tools_of
 from proxy_ext.export.replay_all import replay_all
+from proxy_ext.export.replay_endpoint import EndpointReplay
 
 _AT_ONCE = 8  # answers that are sampled at the same time
-_MAX_SHOWN = 600  # characters of an answer that are printed
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The log-probabilities of the same tokens under two weights, in nats."""
-
-    recorded_mean: float
-    mean: float
-    difference_mean: float
-    """The mean of the absolute differences."""
-    difference_max: float
-    difference_max_at: int
-    """The place of the token that differs most, from 0."""
-    ratio: float
-    """The geometric mean of the tokens' probabilities, each divided by the recorded one."""
-
-    @classmethod
-    def of(cls, recorded: Sequence[float], now: Sequence[float]) -> Comparison | None:
-        """Compare; None without a token."""
-        if not now:
-            return None
-        differences = [b - a for a, b in zip(recorded, now, strict=True)]
-        sizes = list(map(abs, differences))
-        count = len(now)
-        return cls(
-            math.fsum(recorded) / count,
-            math.fsum(now) / count,
-            math.fsum(sizes) / count,
-            max(sizes),
-            sizes.index(max(sizes)),
-            math.exp(math.fsum(differences) / count),
-        )
 
 
 @dataclass(slots=True)
@@ -112,9 +81,12 @@ def replay(arguments: argparse.Namespace) -> int:
     place = load_config(arguments.config, overrides_of(arguments))
     own = [f"root={place.root}", f"user={place.user}", f"server.host={LOOPBACK[0]}"]
     config = load_config(find_trial(place), own, environ={})
+    _require_one_way(arguments)
+    if _chooses(arguments) and arguments.session is not None:
+        raise ConfigError("name one session, or choose several by options, not both")
+    if arguments.url is not None:
+        return _at_endpoint(arguments, config)
     if _chooses(arguments):
-        if arguments.session is not None:
-            raise ConfigError("name one session, or choose several by options, not both")
         return replay_all(arguments, _weights(arguments, config))
     record = _record(config, arguments.session or _newest(config))
     source = _weights(arguments, config)
@@ -140,6 +112,33 @@ def _chooses(arguments: argparse.Namespace) -> bool:
     """Return whether the arguments choose among the sessions, instead of naming one."""
     chosen = (arguments.rank, arguments.state, arguments.task, arguments.since)
     return arguments.all or any(value is not None for value in chosen)
+
+
+def _require_one_way(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options of weights beside a URL, and for those of a URL without one."""
+    weights = {
+        "--version": arguments.version,
+        "--step": arguments.step,
+        "--device": None if arguments.device == "auto" else arguments.device,
+        "--no-answers": arguments.no_answers or None,
+    }
+    service = {"--concurrency": arguments.concurrency, "--timeout": arguments.timeout}
+    foreign = weights if arguments.url is not None else service
+    wrong = [name for name, value in foreign.items() if value is not None]
+    if wrong and arguments.url is not None:
+        raise ConfigError(f"{wrong[0]} is for weights, and --url names a service: leave one out")
+    if wrong:
+        raise ConfigError(f"{wrong[0]} is for a service: name it with --url")
+
+
+def _at_endpoint(arguments: argparse.Namespace, config: Config) -> int:
+    """Compare with the answers of another service; raises as :meth:`RunSessions.of`."""
+    run = EndpointReplay(arguments, config)
+    if _chooses(arguments):
+        read = RunSessions.of(arguments).read(run.report)
+        return run.run((record for _, record in read), whole=False)
+    record = _record(config, arguments.session or _newest(config))
+    return run.run((each for each in (record,)), whole=True)
 
 
 def _newest(config: Config) -> str:
@@ -251,7 +250,7 @@ async def _answer(
         nonlocal done
         node = tree[call.interaction_id]
         prompt = tree.prompt_ids(node.id).tolist()
-        gconfig = _sampling(node.gconfig, arguments)
+        gconfig = sampling_of(node.gconfig, arguments)
         async with room:
             try:
                 request = ModelRequest(input_ids=prompt, gconfig=gconfig)
@@ -267,17 +266,6 @@ async def _answer(
             tasks.create_task(answer(call))
 
 
-def _sampling(
-    recorded: GenerationHyperparameters, arguments: argparse.Namespace
-) -> GenerationHyperparameters:
-    wanted = recorded.new(seed=None)
-    if arguments.sampling == "greedy":
-        wanted = wanted.new(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-    if arguments.max_tokens is not None:
-        wanted = wanted.new(max_new_tokens=min(arguments.max_tokens, wanted.max_new_tokens))
-    return wanted
-
-
 def message_of(
     tree: InteractionTree,
     node: Interaction,
@@ -287,10 +275,9 @@ def message_of(
 ) -> Message:
     """Return an output as the message that an agent would get."""
     forced = int(node.request.get("forced", 0))
-    tools = [*(tree.path(node.id)[0].tools or ()), *node.request.get("found_tools", ())]
     parser = codec.chat.stream_parser(
         prompt_ids=prompt,
-        tools=tools or None,
+        tools=tools_of(tree, node) or None,
         stop=node.gconfig.stop,
         forced=prompt[len(prompt) - forced :],
     )
@@ -340,13 +327,13 @@ def _as_text(
             + (f"; {call.bound} of them decided by a grammar" if call.bound else "")
         )
         yield f"logprobs  {_described(call.comparison, call.output_ids, codec)}"
-        yield from _shown("recorded", call.recorded)
+        yield from shown_message("recorded", call.recorded)
         if call.problem is not None:
             yield f"now       no answer: {printable(call.problem)}"
         elif call.answer is not None and call.same:
             yield "now       the same"
         elif call.answer is not None:
-            yield from _shown("now", call.answer)
+            yield from shown_message("now", call.answer)
     if len(calls) > 1:
         yield ""
         ids = [id for call in calls for id in call.output_ids]
@@ -366,20 +353,6 @@ def _described(found: Comparison | None, ids: Sequence[int], codec: TextCodec) -
         f"{found.difference_mean:.2g} on average, by {found.difference_max:.2g} at most (token "
         f"{found.difference_max_at + 1}, {token!r}); ratio {found.ratio:.4f}"
     )
-
-
-def _shown(name: str, message: Message) -> Iterator[str]:
-    parts = [str(message.get("content") or "")]
-    if reasoning := message.get("reasoning_content"):
-        parts.insert(0, f"(reasoning) {reasoning}")
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        parts.append(f"{function.get('name')}({function.get('arguments')})")
-    text = "\n".join(filter(None, parts)) or "(empty)"
-    if len(text) > _MAX_SHOWN:
-        text = f"{text[:_MAX_SHOWN]} … ({len(text) - _MAX_SHOWN} more characters)"
-    for k, line in enumerate(text.splitlines()):
-        yield f"{name if k == 0 else '':<9} {printable(line)}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 OTHER = "other"
 _MAX_NAMES = 32
+_MAX_SHOWN = 8  # adapters in a message
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,63}")
 _LONG_TEXT = 65_536
 """Characters beyond which tokens are counted in a thread: those of a megabyte take a second."""
@@ -82,8 +83,10 @@ def require_prices(config: FrozenConfig, provider: LiteLLMProvider) -> None:
 class PolicyNames:
     """The names that agents give the policy: counted, and refused where only some are allowed."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.known = (config.name, *config.policy_names)
+    def __init__(self, config: ModelConfig, adapters: Iterable[str]) -> None:
+        self.adapters = tuple(adapters)
+        """The models that are the policy with an adapter."""
+        self.known = (config.name, *config.policy_names, *self.adapters)
         self._rejects = config.unknown_model == "reject"
         self.calls: Counter[str] = Counter()
         """Calls of the policy by the name that they gave it. Clients choose these names, so only
@@ -99,7 +102,8 @@ class PolicyNames:
             return
         if self._rejects and name not in self.known:
             raise NotFound(
-                f"there is no model {name[:80]!a}; the policy is called {self.known[0]!a}",
+                f"there is no model {name[:80]!a}; the policy is called {self.known[0]!a}"
+                + "".join(f", an adapter {adapter!a}" for adapter in self.adapters[:_MAX_SHOWN]),
                 code="model_not_found",
                 param="model",
             )
@@ -120,7 +124,7 @@ class FrozenModels:
         app: ConfiguredLiteLLMApp | None = None,
     ) -> None:
         """``app``: LiteLLM's, where an operator's configuration lists the models."""
-        self.policy = PolicyNames(config.model)
+        self.policy = PolicyNames(config.model, config.engine.adapters)
         self.spending = SpendCaps(sessions.journal, config.frozen, ranks=config.server.ranks)
         self.stats = FrozenStats()
         self._config = config

@@ -143,10 +143,13 @@ class RewardRow:
     interaction_id: str | None
     """None: the session's final reward."""
     name: str | None
-    value: float
+    value: float | None
+    """None: words alone, which are no reward."""
     by: str
     at: float
     """Seconds since the epoch."""
+    text: str | None = None
+    """A user's words with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +239,14 @@ class SetReward:
     interaction_id: str | None
     """None: the session's final reward."""
     name: str | None
-    value: float
+    value: float | None
+    """None: words alone, which change no reward."""
     by: str
     at: float
     """Seconds since the epoch."""
-    combined: float
-    """The new reward of the interaction, or the session's final reward."""
+    combined: float | None
+    """The new reward of the interaction, or the session's final reward; None with words alone."""
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +280,7 @@ class DropAnswers:
 
 @dataclass(frozen=True, slots=True)
 class EraseContent:
-    """Remove the interactions and the metadata of sessions; their rows and rewards stay."""
+    """Remove the interactions, metadata and users' words of sessions; rows and rewards stay."""
 
     session_ids: tuple[str, ...]
 
@@ -432,7 +437,7 @@ class Journal(Protocol):
         """Return the marked requests of a session's interactions, in their order."""
 
     async def rewards(self, session_id: str, *, last: int | None = None) -> list[RewardRow]:
-        """Return every reward that was ever set, or the last ones, in their order."""
+        """Return all rewards and words that were ever given, or the last ones, in their order."""
 
     async def reward_parts(
         self, session_id: str, interaction_id: str | None

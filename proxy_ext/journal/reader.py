@@ -149,8 +149,8 @@ class JournalReader:
             if row.content != "stored":
                 return StoredSession(found["number"], row, [], [])
             sql = (
-                "SELECT interaction_id, name, value, by, at FROM rewards WHERE session_id = ? "
-                "ORDER BY number"
+                "SELECT interaction_id, name, value, by, at, text FROM rewards "
+                "WHERE session_id = ? ORDER BY number"
             )
             rewards = [RewardRow(*each) for each in self._connection.execute(sql, (row.id,))]
             interactions = list(self._interactions(row.id))

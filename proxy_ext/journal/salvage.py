@@ -333,5 +333,9 @@ def _end(target: sqlite3.Connection, lost: _LostRows) -> int:
     elif lost.perhaps:
         target.execute(f"{add} SELECT id FROM sessions WHERE {_OPEN}")
     ended = target.execute(_END, (time.time(),)).rowcount
-    target.execute("DELETE FROM interactions WHERE session_id IN (SELECT id FROM damaged)")
+    among = "session_id IN (SELECT id FROM damaged)"
+    target.execute(f"DELETE FROM interactions WHERE {among}")
+    if "text" in {row[1] for row in target.execute("PRAGMA table_info(rewards)")}:
+        target.execute(f"DELETE FROM rewards WHERE value IS NULL AND {among}")
+        target.execute(f"UPDATE rewards SET text = NULL WHERE {among}")
     return ended

@@ -23,6 +23,7 @@ CREATE TABLE sessions (
 CREATE INDEX sessions_by_state ON sessions (state, mode);
 CREATE INDEX sessions_by_group ON sessions (group_id);
 CREATE INDEX sessions_by_lane ON sessions (lane);
+CREATE INDEX sessions_by_task ON sessions (task_id) WHERE task_id IS NOT NULL;
 CREATE INDEX sessions_by_end ON sessions (ended_at) WHERE content = 'stored';
 CREATE TABLE interactions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
@@ -32,7 +33,7 @@ CREATE TABLE interactions (
 CREATE INDEX interactions_by_session ON interactions (session_id);
 CREATE TABLE rewards (
     number INTEGER PRIMARY KEY, session_id TEXT NOT NULL, interaction_id TEXT, name TEXT,
-    value REAL NOT NULL, by TEXT NOT NULL, at REAL NOT NULL
+    value REAL, by TEXT NOT NULL, at REAL NOT NULL, text TEXT
 ) STRICT;
 CREATE INDEX rewards_by_session ON rewards (session_id);
 CREATE TABLE answers (

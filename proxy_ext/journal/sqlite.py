@@ -75,7 +75,7 @@ WHERE content = 'stored' AND ended_at < :before AND (
 _PAGE = """
 SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions,
     (SELECT SUM(reward) FROM interactions WHERE session_id = sessions.id) AS interaction_reward,
-    (SELECT COUNT(*) FROM rewards WHERE session_id = sessions.id) AS rewards_given
+    (SELECT COUNT(value) FROM rewards WHERE session_id = sessions.id) AS rewards_given
 FROM sessions WHERE number >= :lowest AND number < :before
 """
 _REWARD = """
@@ -347,7 +347,7 @@ class SQLiteJournal:
 
     async def rewards(self, session_id: str, *, last: int | None = None) -> list[RewardRow]:
         sql = (
-            "SELECT interaction_id, name, value, by, at FROM rewards "
+            "SELECT interaction_id, name, value, by, at, text FROM rewards "
             "WHERE session_id = ? ORDER BY number DESC LIMIT ?"
         )
         rows = await self._rows(sql, session_id, -1 if last is None else last)
@@ -359,9 +359,9 @@ class SQLiteJournal:
         # SQLite takes the other columns from the row that has the MAX.
         parts = (
             "SELECT name, value, MAX(number) FROM rewards "
-            "WHERE session_id = ? AND interaction_id IS ? GROUP BY name"
+            "WHERE session_id = ? AND interaction_id IS ? AND value IS NOT NULL GROUP BY name"
         )
-        count = "SELECT COUNT(*) FROM rewards WHERE session_id = ?"
+        count = "SELECT COUNT(value) FROM rewards WHERE session_id = ?"
 
         def read(connection: sqlite3.Connection) -> tuple[dict[str | None, float], int]:
             rows = connection.execute(parts, (session_id, interaction_id)).fetchall()

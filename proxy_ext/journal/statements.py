@@ -65,8 +65,8 @@ ON CONFLICT (id) DO UPDATE SET
     retry_count = COALESCE(excluded.retry_count, retry_count)
 """,
     "add_reward": (
-        "INSERT INTO rewards (session_id, interaction_id, name, value, by, at) "
-        "VALUES (?, ?, ?, ?, ?, ?)"
+        "INSERT INTO rewards (session_id, interaction_id, name, value, by, at, text) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)"
     ),
     "set_final_reward": "UPDATE sessions SET final_reward = ? WHERE id = ?",
     "set_reward": "UPDATE interactions SET reward = ? WHERE id = ?",
@@ -77,6 +77,8 @@ ON CONFLICT (id) DO UPDATE SET
     ),
     "drop_answers": "DELETE FROM answers WHERE created_at < ?",
     "drop_rewards": f"DELETE FROM rewards WHERE session_id {_AMONG}",
+    "drop_words": f"DELETE FROM rewards WHERE value IS NULL AND session_id {_AMONG}",
+    "drop_texts": f"UPDATE rewards SET text = NULL WHERE session_id {_AMONG}",
     "drop_interactions": f"DELETE FROM interactions WHERE session_id {_AMONG}",
     "set_content": f"UPDATE sessions SET content = ?, metadata = ? WHERE id {_AMONG}",
     "count_usage": usage.ADD,
@@ -155,7 +157,9 @@ def lines_of(statement: Statement) -> tuple[Line, ...]:
             row_values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, key, *request)
             return (("put_interaction", row_values),)
         case SetReward():
-            history = (s.session_id, s.interaction_id, s.name, s.value, s.by, s.at)
+            history = (s.session_id, s.interaction_id, s.name, s.value, s.by, s.at, s.text)
+            if s.combined is None:
+                return (("add_reward", history),)
             if s.interaction_id is None:
                 combined: Line = ("set_final_reward", (s.combined, s.session_id))
             else:
@@ -169,7 +173,8 @@ def lines_of(statement: Statement) -> tuple[Line, ...]:
         case DropAnswers(before):
             return (("drop_answers", (before,)),)
         case EraseContent(ids):
-            return _drop_content(ids, "deleted")
+            words = (("drop_words", (_ids(ids),)), ("drop_texts", (_ids(ids),)))
+            return (*words, *_drop_content(ids, "deleted"))
         case ArchiveContent(ids):
             return (("drop_rewards", (_ids(ids),)), *_drop_content(ids, "archived"))
         case CountUsage():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -143,7 +143,7 @@ class SessionEnder:
         before which the judge would have to come; where `sessions.grader` is the judge, it decides
         at any deadline.
         """
-        by = author(session.row, caller, final)
+        by = author(session.row, caller, gives=bool(final))
         rewards, late = session.row.rewarded_by, self._config.late_reward
         graded = rewards == "operator" or (rewards == "grader" and late == "grade")
         if deadline is not None and not graded:
@@ -184,26 +184,34 @@ class SessionEnder:
         session: RecordedSession,
         *,
         final: Parts = NO_PARTS,
+        calls: Mapping[str, Parts] | None = None,
         by: str = "",
         reason: str | None = None,
     ) -> bool:
         """End a session at its reward's deadline, and return whether it was rewarded by then.
 
-        Otherwise it gets this final reward, or is rejected for this reason. SessionClosed if it has
-        ended otherwise.
+        Otherwise it gets this final reward, and its calls those of ``calls`` by their ids, or it is
+        rejected for this reason. SessionClosed if it has ended otherwise.
         """
         async with session.lock:
             await self._sessions.load(session)
             rewarded = is_rewarded(session)
             if rewarded:
-                final, reason = NO_PARTS, None
+                final, calls, reason = NO_PARTS, None, None
             if session.mode is SessionMode.EVAL:
                 state = SessionState.EVALUATED
             else:
                 state = SessionState.REJECTED if reason else SessionState.FINALIZED
             target(session.row, Event.DEADLINE, state)
             row, rewards = await self._with_final_reward(session, final, by)
+            own = {}
+            for id, parts in (calls or {}).items():
+                call = session.tree[id]
+                given, own[id] = await self._rewards.combine(session, call, parts, by=by)
+                rewards += given
             await self._close(session, ended(row, state, reason), rewards, no_receipt)
+            for id, reward in own.items():
+                session.tree[id].reward = reward
             return rewarded
 
     async def veto(

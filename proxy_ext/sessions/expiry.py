@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 LateOutcome: TypeAlias = Literal["rewarded", "rejected", "zero", "graded", "grader_failed"]
 NO_REWARD = "no reward came by its deadline"
+UNGRADED = "the grader gave it no reward"
 TOO_SMALL = "group_too_small"
 """The reason of sessions rejected because their group had too few of them."""
 _GRADED_AT_ONCE = 1e-3  # seconds that an ended implicit session awaits rewards
@@ -193,9 +194,13 @@ class SessionExpirer:
         with _retried_later(self._sessions, session):
             try:
                 async with self._grader.free:
-                    await self._sessions.load(session)
-                    final = await self._grader.grade(graded_session(session))
-                await self._settle(session, "graded", final=final, by=f"grader {self._grader.name}")
+                    content = await graded_session(self._sessions, session)
+                    final, calls = await self._grader.grade(content)
+                if final or calls:
+                    by = f"grader {self._grader.name}"
+                    await self._settle(session, "graded", final=final, calls=calls, by=by)
+                else:
+                    await self._settle(session, "rejected", reason=UNGRADED)
             except (GraderFailed, Unprocessable) as error:
                 # Unprocessable: also for names that have no weight.
                 log.warning("session %s could not be graded: %s", session.id, error)

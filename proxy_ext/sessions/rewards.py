@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from any_agent.auth.access import ANYONE, Caller, Scope
 from any_agent.completions.call_types import completion_of
-from any_agent.errors import Forbidden, InvalidRequest, NotFound, Unprocessable
+from any_agent.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal.base import (
@@ -43,6 +43,7 @@ JUDGE_ONLY = "judge_only"  # the code of refusals
 _AGENT = "session"  # the author of rewards by the agent where both may set them, or its beginning
 _MAX_NAMES = 64  # names of one reward
 MAX_GIVEN = 10_000  # rewards of one session: each revision is kept, and read at the next one
+MAX_TEXTS = 128  # users' texts of one session: each reader of its history gets them all
 _MAX_SHOWN = 256  # newest rewards in a session's history
 
 
@@ -83,11 +84,14 @@ def is_agent(row: SessionRow, caller: Caller) -> bool:
     return own or (tenants and caller.scope is Scope.TENANT)
 
 
-def author(row: SessionRow, caller: Caller, parts: Parts) -> str:
-    """Return the name under which a caller's reward is recorded; Forbidden if only others may."""
+def author(row: SessionRow, caller: Caller, *, gives: bool) -> str:
+    """Return the name under which a caller's rewards and words are recorded.
+
+    Forbidden if it gives some where only others may: a grader reads the words.
+    """
     if not is_agent(row, caller):
         return caller.name
-    if row.rewarded_by != "both" and parts:
+    if row.rewarded_by != "both" and gives:
         raise judge_only(row, "reward")
     return _AGENT if caller.scope is Scope.SESSION else f"{_AGENT}: {caller.name}"
 
@@ -121,6 +125,8 @@ def named_rewards(row: SessionRow, history: Iterable[RewardRow]) -> dict[str, fl
     """
     latest: dict[tuple[bool, str | None], dict[str | None, float]] = {}
     for given in history:
+        if given.value is None:
+            continue
         judged = row.rewarded_by == "both" and not _by_agent(given.by)
         latest.setdefault((judged, given.interaction_id), {})[given.name] = given.value
     sums: dict[str, float] = {}
@@ -148,9 +154,10 @@ class RewardBook:
         wanted: str | None,
         *,
         by: str,
+        text: str | None = None,
         keep: KeepAnswer = no_receipt,
     ) -> RewardSet:
-        """Reward one interaction, by default the last delivered one.
+        """Reward one interaction, by default the last delivered one; ``text``: a user's words.
 
         SessionClosed once the trainer has the session, NotFound, Unprocessable for a name that has
         no weight, or if there is nothing to reward yet.
@@ -159,19 +166,25 @@ class RewardBook:
             target(session.row, Event.REWARD)
             await self._sessions.load(session)
             interaction = _rewarded_interaction(session, wanted)
-            statements, own = await self.combine(session, interaction, parts, by=by)
+            statements, own = await self.combine(session, interaction, parts, by=by, text=text)
             answer = RewardSet(session_id=session.id, interaction_id=interaction.id, reward=own)
             await self._write(session, session.row, statements, keep(answer))
             interaction.reward = own
             return answer
 
     async def set_final_reward(
-        self, session: RecordedSession, parts: Parts, *, by: str, keep: KeepAnswer = no_receipt
+        self,
+        session: RecordedSession,
+        parts: Parts,
+        *,
+        by: str,
+        text: str | None = None,
+        keep: KeepAnswer = no_receipt,
     ) -> RewardSet:
         """Set or revise the final reward; errors as in :meth:`set_reward`."""
         async with session.lock:
             target(session.row, Event.REWARD)
-            statements, final = await self.combine(session, None, parts, by=by)
+            statements, final = await self.combine(session, None, parts, by=by, text=text)
             answer = RewardSet(session_id=session.id, interaction_id=None, reward=final)
             row = replace(session.row, final_reward=final)
             await self._write(session, row, statements, keep(answer))
@@ -190,15 +203,30 @@ class RewardBook:
 
     def count_given(self, statements: Iterable[SetReward]) -> None:
         for statement in statements:
-            self.given["final" if statement.interaction_id is None else "completion"] += 1
+            if statement.value is not None:
+                self.given["final" if statement.interaction_id is None else "completion"] += 1
 
-    async def history(self, session: RecordedSession) -> SessionDetails:
-        """Return the details of a session, with its last rewards."""
+    def kept_text(self, text: str | None, *, alone: bool) -> str | None:
+        """Return a user's text if this run stores texts; Conflict if nothing else was given."""
+        if self._sessions.config.store_content or text is None:
+            return text
+        if alone:
+            raise Conflict(
+                "this run stores no texts (sessions.store_content): send thumbs or a score",
+                code="content_not_stored",
+                param="text",
+            )
+        return None
+
+    async def history(self, session: RecordedSession, *, texts: bool = True) -> SessionDetails:
+        """Return the details of a session, with its last rewards, and their texts if wanted."""
         async with session.lock:
             await self._sessions.load(session)
             info = session.info()
             rewards = await self._sessions.journal.rewards(session.id, last=_MAX_SHOWN)
             _, given = await self._sessions.journal.reward_parts(session.id, None)
+        if not texts:
+            rewards = [replace(given, text=None) for given in rewards if given.value is not None]
         shown = [RewardEntry(**asdict(reward)) for reward in rewards]
         return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=given)
 
@@ -211,7 +239,8 @@ class RewardBook:
     ) -> None:
         """Write rewards; a finalized session loses the reason that it was given none."""
         also = []
-        if row.state is SessionState.FINALIZED and row.reason is not None:
+        rewarded = any(reward.value is not None for reward in rewards)
+        if rewarded and row.state is SessionState.FINALIZED and row.reason is not None:
             row = replace(row, reason=None)
             also = [set_state(row)]
         await self._sessions.write(session, row, *rewards, *also, *kept)
@@ -219,13 +248,22 @@ class RewardBook:
         self.count_given(rewards)
 
     async def combine(
-        self, session: RecordedSession, interaction: Interaction | None, parts: Parts, *, by: str
-    ) -> tuple[list[SetReward], float]:
-        """Return the statements that add parts to a reward (None: the final one), and the new sum.
+        self,
+        session: RecordedSession,
+        interaction: Interaction | None,
+        parts: Parts,
+        *,
+        by: str,
+        text: str | None = None,
+    ) -> tuple[list[SetReward], float | None]:
+        """Return the statements that add parts and a text to a reward (None: the final one), and
+        the new sum; a text without parts leaves it as it is.
 
         Call under the session's lock. Errors as in :meth:`set_reward`.
         """
         self._require_known(parts)
+        if text is not None:
+            await self._require_room(session, by)
         interaction_id = interaction.id if interaction is not None else None
         before = interaction.reward if interaction is not None else session.row.final_reward
         known: dict[str | None, float] = {}
@@ -234,7 +272,7 @@ class RewardBook:
             if session.row.rewarded_by == "both":
                 if judged and _by_agent(by):
                     raise judge_only(session.row, "revise its own rewards of")
-                if not judged and not _by_agent(by):
+                if parts and not judged and not _by_agent(by):
                     known, before = {}, None
             if given >= MAX_GIVEN:
                 raise Unprocessable(
@@ -244,17 +282,34 @@ class RewardBook:
             if before is not None:
                 # A reward from before histories were kept.
                 known = known or {None: before}
+        at = time.time()
+        if not parts:
+            words = SetReward(session.id, interaction_id, FEEDBACK, None, by, at, None, text)
+            return [words], before
         known |= parts
         if len(known) > _MAX_NAMES:
             raise Unprocessable(
                 f"a reward may have at most {_MAX_NAMES} names", code="too_many_reward_names"
             )
         total = combined(known, self._weights)
-        at = time.time()
         return [
-            SetReward(session.id, interaction_id, name, value, by, at, total)
+            SetReward(session.id, interaction_id, name, value, by, at, total, text)
             for name, value in parts.items()
         ], total
+
+    async def _require_room(self, session: RecordedSession, by: str) -> None:
+        """Raise Unprocessable if the session has as many texts as it may have.
+
+        An agent's count apart, so that it cannot use up its judge's.
+        """
+        history = await self._sessions.journal.rewards(session.id)
+        texts = [one for one in history if one.text is not None]
+        if sum(_by_agent(one.by) == _by_agent(by) for one in texts) >= MAX_TEXTS:
+            raise Unprocessable(
+                f"the session was given {MAX_TEXTS} texts; it takes thumbs and scores alone",
+                code="too_many_feedback_texts",
+                param="text",
+            )
 
     async def _parts(
         self, session: RecordedSession, interaction_id: str | None, by: str | None = None
@@ -269,8 +324,13 @@ class RewardBook:
         known, given = await journal.reward_parts(session.id, interaction_id)
         if session.row.rewarded_by != "both":
             return known, given, False
-        judged = [r for r in await journal.rewards(session.id) if not _by_agent(r.by)]
-        judges = {r.name: r.value for r in judged if r.interaction_id == interaction_id}
+        rewards = [r for r in await journal.rewards(session.id) if r.value is not None]
+        judged = [r for r in rewards if not _by_agent(r.by)]
+        judges = {
+            r.name: r.value
+            for r in judged
+            if r.value is not None and r.interaction_id == interaction_id
+        }
         if by is not None and not _by_agent(by):
             given = len(judged)
         return judges or known, given, bool(judges)

@@ -57,6 +57,7 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/v1/feedback": (JUDGES, ""),
     "POST /rl/v1/finalize": (JUDGES, ""),
     "GET /rl/v1/sessions": (OPENERS, ""),
+    "GET /rl/v1/tasks/next": (OPENERS, ""),
     "GET /rl/v1/sessions/{session_id}": (JUDGES, ""),
     "GET /rl/v1/sessions/{session_id}/content": (JUDGES, ""),
     "GET /rl/v1/sessions/{session_id}/interactions": (OPENERS, ""),

@@ -83,6 +83,8 @@ def _beyond_the_group(train: TrainConfig) -> str:
         return "train.normalize_std=batch divides by the deviation of the step's whole batch"
     if train.overlong_length or train.kl_reward_coef:
         return "train.overlong_length or train.kl_reward_coef changes the returns in the trainer"
+    if train.reward_coef != 1:
+        return f"train.reward_coef={train.reward_coef:g} scales the advantages in the trainer"
     return ""
 
 

@@ -55,7 +55,7 @@ ACK = {"owner": "trainer", "trained": ["$id"], "rejected": []}
 ROUTES = {
     "POST /rl/v1/start_session": Post({"task_id": "t"}, {"task_id": "u"}),
     "POST /rl/v1/set_reward": Post({"reward": 1}, {"reward": 2}, OPEN),
-    "POST /rl/v1/feedback": Post({"score": 1}, {"score": 2}, OPEN),
+    "POST /rl/v1/feedback": Post({"score": 1, "text": "a"}, {"score": 1, "text": "b"}, OPEN),
     "POST /rl/v1/finalize": Post({"final_reward": 1}, {"final_reward": 2}, OPEN),
     "POST /rl/v1/sessions/{session_id}/abort": Post({"reason": "a"}, {"reason": "b"}, OPEN),
     "POST /rl/v1/sessions/{session_id}/veto": Post(

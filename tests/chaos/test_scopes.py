@@ -306,7 +306,7 @@ def verdict(rule: scopes.RouteRule, kind: str, template: str) -> str:
     return "hidden" if kind in STRANGERS and concerns_a_session(template) else "answered"
 
 
-_NOTHING_THERE = ("model_not_found", "response_not_found", "interaction_not_found")
+_NOTHING_THERE = ("model_not_found", "response_not_found", "interaction_not_found", "no_known_task")
 """Codes of a route that was opened: no embeddings are configured, and no such answer or call."""
 
 

@@ -89,17 +89,20 @@ async def test_requests_go_to_their_paths_with_their_keys() -> None:
     assert seen[0].headers["authorization"] == "Bearer operator"
     await client.start_session(task_id="t")
     assert len({request.headers["idempotency-key"] for request in seen}) == 2
-    reward = {"session_id": "s", "interaction_id": "i", "reward": 1.0}
+    reward = {"session_id": "s", "interaction_id": "i", "reward": 1.0, "text_stored": False}
     client, seen = client_with(httpx.Response(200, json=reward))
     await client.set_reward("session-key", 1.0)
     assert seen[0].headers["authorization"] == "Bearer session-key"
     await client.feedback("down", completion_id="i")
     assert seen[1].url.path == "/rl/v1/feedback"
     assert seen[1].headers["authorization"] == "Bearer operator"
-    given = {"completion_id": "i", "session_id": None, "thumbs": "down", "score": None}
-    assert {**given, **json.loads(seen[1].content)} == given
+    assert json.loads(seen[1].content) == {"completion_id": "i", "thumbs": "down"}
+    await client.feedback(text="too long", session_id="s")
+    assert json.loads(seen[2].content) == {"session_id": "s", "text": "too long"}
     with fails_with(InvalidRequest, "thumbs"):
         await client.feedback("sideways")  # type: ignore[arg-type]
+    with fails_with(InvalidRequest, "text"):
+        await client.feedback()
 
 
 async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:

@@ -14,6 +14,7 @@ from any_agent.errors import ConfigError
 from any_agent.launcher import trial
 from any_agent.launcher.checkpoint_service import StoredCheckpoint, find_kept, served
 from any_agent.launcher.trial import find_weights, kept_weights, trial_dir
+from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.layout import RunDir
 from tests.support.errors import fails_with
 
@@ -54,7 +55,7 @@ def checkpoint(run: RunDir, step: int, version: int) -> Path:
     (path / "trainer").mkdir(parents=True)
     (path / "config.json").write_text("{}")
     (path / "trainer" / "state.json").write_text(json.dumps({"state": {"version": version}}))
-    (path / "manifest.json").write_text(json.dumps({"files": {"config.json": 2}}))
+    write_manifest(path)
     (run.checkpoints / "latest").write_text(f"{path.name}\n")
     return path
 
@@ -73,6 +74,8 @@ def test_a_checkpoint_is_found_by_its_name_or_as_the_latest(run: RunDir, base: P
     assert find(run, "exp/one@0").weights.path == base
     published = run.weights / "v00000045"
     published.mkdir(parents=True)
+    (published / "config.json").write_text("{}")
+    write_manifest(published)
     assert find(run, "exp/one@45").weights.path == published
     (run.checkpoints / "step-00000030.tmp").mkdir()
     assert {0, 21, 42} <= set(kept_weights(_config(run)))

@@ -105,6 +105,20 @@ def test_the_embedded_engine_is_started_with_the_settings_of_its_node() -> None:
     assert command.variables == {"A": "b"}
 
 
+def test_adapters_are_served_by_the_embedded_engines_that_do_not_train(tmp_path: Path) -> None:
+    folder = tmp_path / "a=b"
+    config = settings(f"engine.adapters.mine={folder}")
+    command = engines.engine_command(config, *PLACE, key_file=KEY)
+    assert option(command, "--adapter") == f"mine={folder}"
+    with fails_with(ConfigError, "engine.adapters", "--no-train"):
+        engines.require_engines(config, trains=True)
+    with fails_with(ConfigError, "engine.adapters.mine", folder):
+        engines.require_engines(config)
+    folder.mkdir()
+    with fails_with(ConfigError, "engine.adapters.mine", "adapter_model.safetensors"):
+        engines.require_engines(config)
+
+
 def test_an_environment_without_sglang_is_named_in_the_error(tmp_path: Path) -> None:
     config = settings("engine.kind=sglang", f"engine.python={sys.executable}")
     with fails_with(ConfigError, sys.executable, "no SGLang"):

@@ -18,6 +18,7 @@ from any_agent.cli.main import main
 from any_agent.errors import ConfigError
 from any_agent.launcher import Node, fleet_control
 from any_agent.launcher.node_role import NodeRole
+from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.fleet import Fleet, load_fleet, save_fleet
 from tests.support.errors import fails_with
 from tests.support.launcher.children import is_alive
@@ -74,7 +75,9 @@ def saved_ranks(node: Node) -> int:
 def test_a_rank_is_added_and_serves_with_the_present_weights(lab: Lab, ranks: Any) -> None:
     with lab.node() as node:
         checked_until(node, lambda: node.parts["trainer"].state == "ready")
-        (node.dir.weights / "v00000003").mkdir()
+        (weights := node.dir.weights / "v00000003").mkdir()
+        (weights / "config.json").write_text("{}")
+        write_manifest(weights)
         (node.dir.state).write_text('{"highest_version": 4}')
         code, said = ranks(node, "add")
         assert (code, said.partition(";")[0]) == (0, "rank 2 is started")

@@ -26,6 +26,7 @@ from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import Heartbeat
 from proxy_ext.server import entry_of
+from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.router import bearer, serving
@@ -190,6 +191,37 @@ async def test_sessions_are_leased_exported_acknowledged_and_vetoed_over_ranks(
     assert (vetoed.state, vetoed.reason) == ("rejected", "vetoed: by a test")
     deleted = await client.delete_session(two)
     assert (deleted.state, deleted.content) == ("rejected", "deleted")
+
+
+async def test_the_next_task_is_chosen_by_what_all_ranks_know(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    with fails_with(NotFound, "?task_id=", code="no_known_task"):
+        await client.next_task()
+    homes: list[int | None] = []
+    for number, name in enumerate("abdcfe"):
+        # Groups with names have homes of their own, whatever their task is.
+        fields = {"task_id": "t", "group_id": name, "group_size": 1}
+        session = await opened(http, **fields)
+        await call(client, session)
+        await client.finalize(session.api_key, 1.0)
+        homes.append(rank_of_session(session.session_id))
+        packed = await client.lease(owner="me", wait=10)
+        assert packed is not None
+        alike = Rejection(session_id=session.session_id, reason="zero_variance")
+        trained, rejected = ([], [alike]) if number > 3 else ([session.session_id], [])
+        await client.ack(owner="me", trained=trained, rejected=rejected, step=number)
+    assert homes == [0, 1] * 3
+    found = await client.next_task()
+    assert (found.task_id, found.sessions, found.mean_reward) == ("t", 6, 1.0)
+    assert (found.verdict, found.weight) == ("taught_nothing", 0.25)
+    found = await client.next_task(["t", "new"])
+    assert {one.task_id: one.sessions for one in found.candidates} == {"t": 6, "new": 0}
+    # A rank that is away has no part, and is named.
+    await pair.end("rank-1")
+    response = await http.get("/rl/v1/tasks/next?task_id=t")
+    assert response.headers["x-any-agent-unreachable"] == "1"
+    assert response.json()["sessions"] == homes.count(0)
 
 
 async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:

@@ -40,6 +40,13 @@ class CutLink:
     def mend(self) -> None:
         self._whole.set()
 
+    def move(self, port: int) -> None:
+        """Break all connections; the next ones are passed on to this port."""
+        self._to = port
+        for end in self._open:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
     def _accept(self) -> None:
         with suppress(OSError):
             while True:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from any_agent.rewards.next_message import next_message
 
 
 def by_length(session: dict[str, Any]) -> float:
@@ -53,6 +58,39 @@ def misbehaves(session: dict[str, Any]) -> Any:
             return _Odd()
         case "fine":
             return 1
+
+
+def by_reply(call: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    """The number in the last message; or what it asks for."""
+    match messages[-1]["content"]:
+        case "raise":
+            raise RuntimeError("no judge is there")
+        case "nan":
+            return float("nan")
+        case "text":
+            return "1.0"
+        case "hang":
+            time.sleep(600)
+        case "no opinion":
+            return None
+        case number:
+            assert call["output_message"]["role"] == "assistant"
+            return float(number)
+
+
+async def by_reply_later(call: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    await asyncio.sleep(0)
+    return by_reply(call, messages)
+
+
+reply = next_message(by_reply, name="reply")
+reply_later = next_message(by_reply_later)
+
+
+def of_calls(session: dict[str, Any]) -> Any:
+    """As the session's metadata says; "last" is the id of its last call."""
+    said = json.dumps(session["metadata"]["rewards"])
+    return json.loads(said.replace('"last"', json.dumps(session["interactions"][-1]["id"])))
 
 
 class _Odd:

@@ -86,17 +86,24 @@ async def _interactions_rewards_and_marks(journal: Journal) -> None:
         SetReward("s1", "i1", "format", 0.5, "session", 1.5, combined=0.5),
         SetReward("s1", "i1", "format", 0.75, "session", 2.5, combined=0.75),
         SetReward("s1", None, None, -2.0, "admin", 3.5, combined=-2.0),
+        SetReward(
+            "s1", "i1", "feedback", None, "user", 4.5, combined=None, text="\0 no \U0001f44e"
+        ),
+        SetReward("s1", None, "feedback", 0.5, "user", 5.5, combined=-1.5, text="so so"),
     ]
     for statement in history:
         await journal.commit(statement)
-    rows = [RewardRow(s.interaction_id, s.name, s.value, s.by, s.at) for s in history]
+    rows = [RewardRow(s.interaction_id, s.name, s.value, s.by, s.at, s.text) for s in history]
     assert await journal.rewards("s1") == rows
     assert await journal.rewards("s1", last=1) == rows[-1:]
-    assert await journal.reward_parts("s1", "i1") == ({"format": 0.75}, 3)
-    assert await journal.reward_parts("s1", None) == ({None: -2.0}, 3)
-    assert await journal.reward_parts("s1", "i2") == ({}, 3)
+    assert await journal.reward_parts("s1", "i1") == ({"format": 0.75}, 4), "words are no reward"
+    assert await journal.reward_parts("s1", None) == (
+        {None: -2.0, "feedback": 0.5},
+        4,
+    )
+    assert await journal.reward_parts("s1", "i2") == ({}, 4)
     row = await journal.session("s1")
-    assert row is not None and (row.final_reward, row.opened_by) == (-2.0, "tenant t (key 1)")
+    assert row is not None and (row.final_reward, row.opened_by) == (-1.5, "tenant t (key 1)")
     assert await journal.requests("s1") == [StoredRequest("i1", mark, delivered=False)]
     await journal.commit(MarkDelivered(("i1",)))
     # Put again without key and mark: it is replaced at its old place, and these stay.
@@ -148,7 +155,7 @@ async def _ids_and_groups(journal: Journal) -> None:
     assert [each.row.id for each in page.rows] == ["r2", "r1"]
     page = await journal.page(SessionFilter(), before=2, limit=9)
     (found,) = page.rows
-    assert (found.row.id, found.interactions, found.rewards_given) == ("s1", 2, 3)
+    assert (found.row.id, found.interactions, found.rewards_given) == ("s1", 2, 4)
 
 
 async def _answers(journal: Journal) -> None:
@@ -173,7 +180,8 @@ async def _content(journal: Journal) -> None:
         await journal.commit(
             PutSession(make_row(id, state=SessionState.TRAINED, step=step, ended_at=10.0)),
             PutInteraction(make_interaction(f"i-{id}", id)),
-            SetReward(id, f"i-{id}", None, 1.0, "me", 1.0, 1.0),
+            SetReward(id, f"i-{id}", None, 1.0, "me", 1.0, 1.0, "fine"),
+            SetReward(id, None, "feedback", None, "me", 1.0, None, "words alone"),
         )
     assert await journal.last_step() == 5
     found = await journal.ended(before=20.0, oldest_step=4, limit=9)
@@ -184,7 +192,8 @@ async def _content(journal: Journal) -> None:
         assert row is not None
         assert (row.content, row.metadata) == (content, {})
         assert await journal.interactions(id) == []
-        assert len(await journal.rewards(id)) == rewards
+        given = await journal.rewards(id)
+        assert [(one.value, one.text) for one in given] == [(1.0, None)] * rewards
     assert len(await journal.interactions("s1")) == 2
     assert await journal.trim() >= 0
     await journal.retry_full()

@@ -81,9 +81,10 @@ class Tables:
                 call["key"] = key or call.get("key")
                 call["mark"] = mark or call.get("mark")
             case SetReward():
-                self.rewards.append(
-                    (s.session_id, RewardRow(s.interaction_id, s.name, s.value, s.by, s.at))
-                )
+                given = RewardRow(s.interaction_id, s.name, s.value, s.by, s.at, s.text)
+                self.rewards.append((s.session_id, given))
+                if s.combined is None:
+                    return
                 if s.interaction_id is None:
                     self.change([s.session_id], final_reward=s.combined)
                 else:
@@ -100,6 +101,11 @@ class Tables:
                 self.answers = {k: a for k, a in self.answers.items() if a.created_at >= before}
             case EraseContent(ids):
                 self.drop_content(ids, "deleted")
+                self.rewards = [
+                    (id, replace(given, text=None) if id in ids else given)
+                    for id, given in self.rewards
+                    if id not in ids or given.value is not None
+                ]
             case ArchiveContent(ids):
                 self.drop_content(ids, "archived")
                 self.rewards = [reward for reward in self.rewards if reward[0] not in ids]
@@ -187,9 +193,8 @@ class MemoryJournal:
             fits = all(v is None or getattr(each.row, name) == v for name, v in fields.items())
             if fits and (before is None or each.number < before):
                 calls = len(await self.interactions(each.row.id))
-                found.append(
-                    NumberedRow(each.number, each.row, calls, len(await self.rewards(each.row.id)))
-                )
+                _, given = await self.reward_parts(each.row.id, None)
+                found.append(NumberedRow(each.number, each.row, calls, given))
         return SessionPage(found[:limit], found[limit - 1].number if len(found) > limit else None)
 
     async def last_step(self):
@@ -224,6 +229,7 @@ class MemoryJournal:
 
     async def reward_parts(self, session_id, interaction_id):
         given = await self.rewards(session_id)
+        given = [r for r in given if r.value is not None]
         return {r.name: r.value for r in given if r.interaction_id == interaction_id}, len(given)
 
     async def answer(self, scope, key):

@@ -10,6 +10,7 @@ import yaml
 
 from any_agent.config import load_config
 from any_agent.launcher.trial import trial_dir
+from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.layout import RunDir
 
 
@@ -20,9 +21,7 @@ def save_checkpoint(run: RunDir, step: int, version: int, model: Path) -> Path:
     for file in model.iterdir():
         (path / file.name).symlink_to(file)
     (path / "trainer" / "state.json").write_text(json.dumps({"state": {"version": version}}))
-    names = [p for p in path.rglob("*") if p.is_file()]
-    sizes = {str(p.relative_to(path)): p.stat().st_size for p in names}
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": sizes}))
+    write_manifest(path)
     (run.checkpoints / "latest").write_text(f"{path.name}\n")
     return path
 

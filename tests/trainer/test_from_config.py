@@ -12,7 +12,12 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from any_agent.config import TrainConfig, load_config
 from any_agent.errors import ConfigError
 from tests.support.errors import fails_with
-from trainer.from_config import dump_tokenizer, learning_rate, workflow_executor
+from trainer.from_config import (
+    dump_tokenizer,
+    learning_rate,
+    require_algorithm,
+    workflow_executor,
+)
 
 
 def train_of(**settings: Any) -> TrainConfig:
@@ -21,6 +26,19 @@ def train_of(**settings: Any) -> TrainConfig:
 
 def rates(c: TrainConfig, steps: int = 10) -> list[float]:
     return [learning_rate(c, step, steps) for step in range(1, steps + 1)]
+
+
+def own_loss(*_: Any, **__: Any) -> Any:
+    raise AssertionError("it is only named")
+
+
+def test_a_bound_of_rows_that_a_loss_of_yours_would_ignore_is_refused() -> None:
+    name = f"{__name__}.own_loss"
+    require_algorithm(train_of(loss=name))
+    for bound in ("rejection_k1", "rejection_k2", "rejection_k3"):
+        with fails_with(ConfigError, f"train.{bound}", f"train.loss={name}", "PolicyLoss"):
+            require_algorithm(train_of(loss=name, **{bound: 1.0}))
+        require_algorithm(train_of(**{bound: 1.0}))
 
 
 def test_a_constant_rate_is_the_setting_itself_after_its_warm_up() -> None:

@@ -35,7 +35,7 @@ ONE = Manifest(
     settings=dict.fromkeys(SETTINGS) | {"discount": 0.9, "normalize_std": "none"},
     pass_tokens={"cpu": 512},
     positions=[],
-    reference=None,
+    frozen={},
     origin=None,
 )
 

@@ -31,6 +31,7 @@ from tests.trainer import test_kl_reward as kl_reward
 from tests.trainer import test_lora as lora
 from tests.trainer import test_packing as packing
 from tests.trainer import test_roles as roles
+from tests.trainer import test_teacher as teacher
 from tests.trainer import test_tree as tree
 from tests.trainer import test_trl as trl
 from tests.trainer import test_truncated as truncated
@@ -76,6 +77,11 @@ LAWS: dict[str, Callable[..., Any]] = {
     "length-weighted": partial(advantage.advantages_equal_their_formula, "opo", "none"),
     "roles": roles.roles_law,
     "truncated": truncated.truncated_law,
+    "reverse distillation": teacher.distillation_law,
+    "forward distillation": partial(teacher.distillation_law, "forward"),
+    "divided distillation": partial(teacher.distillation_law, "reverse", "tree", 9),
+    "distillation of any loss": partial(teacher.test_every_loss_gets_the_same_distillation, "gspo"),
+    "rewards beside a teacher": teacher.test_the_rewards_weight_scales_every_advantage,
     "squares": updates.second_moment_law,
     **{
         f"rejection {k}": partial(updates.rejection_law, f"rejection_{k}")
@@ -229,6 +235,20 @@ outliers are trained on | second moment
     loss: left_behind | (gone > 0) -> left_behind
 cut outputs are trained on | truncated
     batch: mask_cut(row) if masks else row -> row
+the kinds are swapped | reverse distillation + forward distillation
+    pass_runner: kind == "forward") -> kind != "forward")
+distributions at one temperature | reverse distillation + forward distillation
+    logprobs: exact / temperatures.to(exact.dtype)[:, None], -1) -> exact, -1)
+the divergence's own gradient is forgotten | reverse distillation
+    logprobs: (ours - theirs - divergences[:, None]) -> (ours - theirs)
+another token's teacher | forward distillation
+    logprobs: taught.hidden[edges]) -> taught.hidden[edges].flip(0))
+N of the micro-batch for the teacher | divided distillation
+    loss: config.teacher_coef / total_tokens -> config.teacher_coef / divergences.numel()
+tokens taught alike | distillation of any loss
+    loss: u = 1.0 if inputs.token_weights is None else inputs.token_weights -> u = 1.0
+the reward keeps its weight | rewards beside a teacher
+    batch: {"advantages": config.reward_coef * row["advantages"]} -> {}
 one baseline for all roles | roles
     advantage: counted=[own == role for own in self.counted_roles] -> counted=self.counted
 MaxRL divides by nothing | success

@@ -28,6 +28,7 @@ from tests.support.trainer.policies import (
     trainer_gradients,
 )
 from tests.support.trainer.updates import state_of
+from trainer.logprobs import Taught
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig
 from trainer.packing import micro_batches
@@ -75,21 +76,37 @@ def plain_label_logprobs(
     owners: Tensor,
     fused: bool,
     entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+    taught: Taught | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what `label_logprobs` returns; autograd makes its gradient."""
     table = functional.linear(hidden, weight, bias) / temperatures.to(hidden.dtype)[:, None]
     table = table.log_softmax(-1)
     entropies = -(table.exp() * table).sum(-1)
     entropies = entropies if entropy_gradient else entropies.detach()
-    return table[owners, labels], entropies[owners]
+    divergences = None
+    if taught is not None:
+        theirs = functional.linear(taught.hidden, taught.weight, taught.bias)
+        theirs = (theirs / temperatures.to(hidden.dtype)[:, None]).log_softmax(-1)
+        divergences = functional.kl_div(
+            *((table, theirs) if taught.forward else (theirs, table)),
+            reduction="none",
+            log_target=True,
+        ).sum(-1)[owners]
+    return table[owners, labels], entropies[owners], divergences
 
 
+@pytest.mark.parametrize("towards", [None, "reverse", "forward"])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 6), labels=st.integers(1, 12))
 def test_the_gradients_of_the_head_equal_those_of_autograd(
-    entropy_gradient: bool, with_bias: bool, seed: int, tokens: int, labels: int
+    towards: str | None,
+    entropy_gradient: bool,
+    with_bias: bool,
+    seed: int,
+    tokens: int,
+    labels: int,
 ) -> None:
     """Also where one token has several labels, equal ones among them, or none."""
     generator = torch.Generator().manual_seed(seed)
@@ -106,16 +123,21 @@ def test_the_gradients_of_the_head_equal_those_of_autograd(
         torch.randint(tokens, (labels,), generator=generator).sort().values,
     )
     leaves += [bias] if bias is not None else []
-    factors = torch.randn(2, labels, generator=generator, dtype=torch.float64)
-    found, expected = (
-        function(*given_once, False, entropy_gradient)
+    taught = None
+    if towards is not None:
+        theirs = [random_tensor(*shape).detach() for shape in ((tokens, 3), (7, 3), (7,))]
+        taught = Taught(*theirs, towards == "forward")  # type: ignore[arg-type]
+    factors = torch.randn(3, labels, generator=generator, dtype=torch.float64)
+    both = (
+        function(*given_once, False, entropy_gradient, taught)
         for function in (trainer.logprobs.label_logprobs, plain_label_logprobs)
     )
+    found, expected = ([one for one in out if one is not None] for out in both)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     assert found[1].requires_grad == entropy_gradient
     for mine, theirs in zip(
         *(
-            torch.autograd.grad((factors * torch.stack(out)).sum(), leaves)
+            torch.autograd.grad((factors[: len(out)] * torch.stack(out)).sum(), leaves)
             for out in (found, expected)
         ),
         strict=True,
@@ -151,7 +173,7 @@ def test_logits_are_computed_for_trained_tokens_only_chunk_by_chunk(
     seen: list[int] = []
     original = trainer.logprobs.label_logprobs
 
-    def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
+    def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor | None]:
         seen.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ from tests.support.trainer.policies import random_rows
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig, loaded
-from trainer.parallel.trainer_group import load_reference
+from trainer.parallel.trainer_group import load_frozen
 from trainer.policy import Policy
 from trainer.reference import frozen_logprobs, require_alike, require_same_tokens
 from trainer.updates import ReferenceLogprobs, StepConfig
@@ -85,16 +85,16 @@ def test_another_model_is_refused_by_name_at_the_start(
     other.save_pretrained(tmp_path / "vocabulary")
     make_model(own.vocab_size, 0, hidden_size=32, context=16).save_pretrained(tmp_path / "short")
     with fails_with(ConfigError, f"{own.vocab_size + 3} token ids", f"policy {own.vocab_size}"):
-        require_alike(str(tmp_path / "vocabulary"), policy)
+        require_alike("train.reference_model", str(tmp_path / "vocabulary"), policy)
     with fails_with(ConfigError, "16 positions"):
-        require_alike(str(tmp_path / "short"), policy)
+        require_alike("train.reference_model", str(tmp_path / "short"), policy)
     with fails_with(ConfigError, "train.reference_model=", tmp_path / "nothing"):
-        require_alike(str(tmp_path / "nothing"), policy)
+        require_alike("train.reference_model", str(tmp_path / "nothing"), policy)
     swapped = shutil.copytree(tiny_model_dir, tmp_path / "swapped")
     file = swapped / "tokenizer.json"
     file.write_text(file.read_text().replace('"0": ', '"x0": ').replace('"1": ', '"0": '))
     with fails_with(ConfigError, "another tokenizer", "'0'"):
-        require_same_tokens(str(swapped), str(tiny_model_dir))
+        require_same_tokens("train.reference_model", str(swapped), str(tiny_model_dir))
     settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.kl_coef=0.1"]
     settings.append(f"train.reference_model={tmp_path / 'vocabulary'}")
     with fails_with(ConfigError, "train.reference_model="):
@@ -103,7 +103,7 @@ def test_another_model_is_refused_by_name_at_the_start(
 
 def test_the_base_of_an_adapter_is_the_policy_without_it(tiny_model_dir: Path) -> None:
     policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
-    load_reference(policy, str(tiny_model_dir))
+    load_frozen(policy, "reference", str(tiny_model_dir))
     assert policy.reference is not None and not hasattr(policy.reference, "__self__")
     start = Policy.load(tiny_model_dir, CONFIG)
     before = logprobs(start)
@@ -121,7 +121,7 @@ def test_an_adapters_reference_may_be_another_model(tiny_model_dir: Path, tmp_pa
     other.train(random_rows(1, dtype=torch.float32))
     save_pretrained(other, tiny_model_dir, tmp_path)
     policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
-    load_reference(policy, str(tmp_path))
+    load_frozen(policy, "reference", str(tmp_path))
     assert policy.reference is not None
     assert equal(logprobs(policy, policy.reference), logprobs(other))
 
@@ -193,7 +193,7 @@ def test_an_earlier_reference_is_freed_before_another_is_loaded(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
-    load_reference(policy, str(tiny_model_dir))
+    load_frozen(policy, "reference", str(tiny_model_dir))
     earlier = weakref.ref(policy.reference.__self__)  # type: ignore[union-attr]
     there: list[object] = []
 
@@ -202,7 +202,7 @@ def test_an_earlier_reference_is_freed_before_another_is_loaded(
         return loaded(*args, **kwargs)
 
     monkeypatch.setattr("trainer.reference.loaded", loading)
-    load_reference(policy, str(save_tiny_model(tmp_path, seed=1)))
+    load_frozen(policy, "reference", str(save_tiny_model(tmp_path, seed=1)))
     assert there == [None]
 
 
@@ -214,4 +214,4 @@ def test_a_reference_that_cannot_be_loaded_names_its_setting(
     for damage in (lambda: path.write_bytes(path.read_bytes()[:99]), path.unlink):
         damage()
         with fails_with(ConfigError, "train.reference_model="):
-            load_reference(policy, str(path.parent))
+            load_frozen(policy, "reference", str(path.parent))

@@ -155,7 +155,10 @@ def test_a_group_is_kept_for_one_role_that_differs() -> None:
     assert ZeroVarianceGroups(of_roles).reject_reason(group) is None
     assert ZeroVarianceGroups(TrainConfig()).reject_reason(group) == "zero_variance"
     alike = [of_two("a", 1.0, 0.0), of_two("b", 1.0, 0.0)]
-    assert ZeroVarianceGroups(of_roles).reject_reason(alike) == "zero_variance"
+    dull, plain = ZeroVarianceGroups(of_roles), ZeroVarianceGroups(TrainConfig())
+    assert dull.reject_reason(alike) == plain.reject_reason(alike) == "zero_variance"
+    assert str(dull).endswith("the runs of an item score the same in each role")
+    assert str(plain).endswith("the runs of an item all score the same, in the last group: 0.5")
 
 
 def test_rows_of_a_workflow_have_their_roles() -> None:

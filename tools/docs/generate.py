@@ -338,6 +338,7 @@ def _type(annotation: str) -> str:
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
     names |= {"TrackerNames": "list of texts"}
     names |= {"dict[Name, dict[str, Any]]": "settings by name"}
+    names |= {"dict[Name, LocalPath]": "folders by name"}
     return names[out]
 
 

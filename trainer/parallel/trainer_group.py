@@ -17,7 +17,7 @@ from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.model import PolicyConfig
 from trainer.policy import GradientNotFinite, Policy
-from trainer.reference import compare, frozen_logprobs, require_alike
+from trainer.reference import SETTINGS, compare, frozen_logprobs, frozen_teacher, require_alike
 from trainer.rows import Row
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
@@ -55,26 +55,29 @@ def _load(
     return Policy.load(source, settings, world), {}
 
 
-def load_reference(policy: Policy, path: str) -> None:
-    """Load the reference model of the loss's KL term, on all processes that the policy leads.
+def load_frozen(policy: Policy, role: str, path: str) -> None:
+    """Load the policy's `reference` or `teacher`, on all processes that it leads.
 
     An earlier one is gone before. Raises as :func:`trainer.reference.frozen_logprobs`.
     """
-    require_alike(path, policy)
+    require_alike(SETTINGS[role], path, policy)
     base = policy.base is not None and policy.base.is_at(path)
-    _set_reference(policy, path, base=base)
+    _set_frozen(policy, role, path, base=base)
 
 
-def drop_reference(policy: Policy) -> None:
-    """Free the memory of the reference model, if any, on all processes that the policy leads."""
-    if policy.reference is not None:
-        _set_reference(policy, "", base=False)
+def drop_frozen(policy: Policy, role: str) -> None:
+    """Free the memory of the reference or the teacher, if any, on all processes that the policy
+    leads."""
+    if getattr(policy, role) is not None:
+        _set_frozen(policy, role, "", base=False)
 
 
-def _set_reference(policy: Policy, path: str, *, base: bool) -> None:
-    with policy.commanded({"do": "reference", "path": path, "base": base}):
-        policy.reference = None
-        if path:
+def _set_frozen(policy: Policy, role: str, path: str, *, base: bool) -> None:
+    with policy.commanded({"do": "frozen", "role": role, "path": path, "base": base}):
+        setattr(policy, role, None)
+        if path and role == "teacher":
+            policy.teacher = frozen_teacher(path, policy)
+        elif path:
             policy.reference = frozen_logprobs(path, policy, base=base)
 
 
@@ -132,8 +135,8 @@ class Follower:
         actions: dict[str, Callable[[Mapping[str, Any], list[Row]], object]] = {
             "nothing": lambda command, rows: None,
             "load": lambda command, rows: self._load(command),
-            "reference": lambda command, rows: _set_reference(
-                self.policy, command["path"], base=command["base"]
+            "frozen": lambda command, rows: _set_frozen(
+                self.policy, command["role"], command["path"], base=command["base"]
             ),
             "step": self.step,
             "compare": lambda command, rows: compare(self.policy, command, rows),

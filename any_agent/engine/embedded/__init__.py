@@ -19,6 +19,9 @@ Design points:
 - A prompt that was computed is not computed again: its states are copied, from a running request,
   or from some 2,000 tokens that are kept of prompts without one. An update of the weights forgets
   all of them, so nothing computed under old weights is ever served to a new request.
+- LoRA adapters lie beside the model, and rows of different ones share a batch: a linear layer
+  computes its product once, and ``adapters`` adds each adapter's part to its rows. A prompt's
+  states are one adapter's. Without adapters nothing of this is there.
 - A seeded request draws its tokens by its seed and their positions alone, so that neither its
   neighbours nor an interruption change them; with one request at a time, two processes agree bit
   for bit.

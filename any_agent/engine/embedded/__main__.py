@@ -39,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running-requests", type=int, default=32)
     add("--max-queued-requests", type=int, default=1024)
     add("--max-total-tokens", type=int, help="limit of the key/value states, in tokens")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter that requests may name as lora_path; may be given several times",
+    )
     add("--threads", type=int, default=1, help="CPU threads of the model")
     add("--random-seed", type=int)
     add("--incremental-streaming-output", action="store_true", help="events hold only new tokens")
@@ -46,6 +53,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-format", default="text", choices=["text", "json"])
     add("--log-part", default="engine", help="name of this process in JSON log lines")
     return parser
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """Return folders by name; ConfigError for another form, or a name that comes twice."""
+    from any_agent.errors import ConfigError
+
+    found: dict[str, str] = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not (name and equals and folder) or name in found:
+            raise ConfigError(f"--adapter {each}: give NAME=FOLDER, each name once")
+        found[name] = folder
+    return found
 
 
 async def _serve(args: argparse.Namespace, key: str | None) -> None:
@@ -63,6 +83,7 @@ async def _serve(args: argparse.Namespace, key: str | None) -> None:
         max_total_tokens=args.max_total_tokens,
         threads=args.threads,
         seed=args.random_seed,
+        adapters=_adapters(args.adapter),
     )
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):

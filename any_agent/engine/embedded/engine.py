@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from any_agent.engine.base import Capabilities
+from any_agent.engine.embedded.adapters import Adapters
 from any_agent.engine.embedded.generate_schema import check_request
 from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_check import GrammarChecker
@@ -43,6 +44,8 @@ class EngineOptions:
     seed: int | None = None
     update_timeout: float = 600.0
     """Seconds that a weight update waits for running requests."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders of LoRA adapters beside the model, by their names in requests."""
 
 
 class Generation:
@@ -102,6 +105,8 @@ class EmbeddedEngine:
         self._home: asyncio.AbstractEventLoop | None = None
         self._grammars = GrammarCompiler(loaded)
         self.checks = GrammarChecker()
+        given = self.options.adapters
+        self._adapters = Adapters(loaded, given) if given else None
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
         self.loop = Scheduler(
             loaded.model,
@@ -112,11 +117,16 @@ class EmbeddedEngine:
             version=self.options.weight_version,
             threads=self.options.threads,
             seed=self.options.seed,
+            adapters=self._adapters,
         )
 
     @classmethod
     def load(cls, path: str, options: EngineOptions | None = None) -> EmbeddedEngine:
-        """Load a checkpoint; StartupError for a model that cannot be served."""
+        """Load a checkpoint.
+
+        StartupError for a model that cannot be served, ConfigError for an adapter that does not
+        fit.
+        """
         o = options or EngineOptions()
         loaded = load_model(path, device=o.device, dtype=o.dtype, context_length=o.context_length)
         return cls(loaded, o)
@@ -139,6 +149,22 @@ class EmbeddedEngine:
     def version(self) -> int:
         """The version of the next token as a number; -1 for any other name."""
         return int(self.loop.version) if self.loop.version.isdecimal() else -1
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The adapters by name, each as ``NAME@FINGERPRINT``."""
+        return {} if self._adapters is None else self._adapters.identities
+
+    def _adapter_of(self, request: ModelRequest) -> str | None:
+        if request.adapter is None:
+            return None
+        if request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none: it was started without --adapter"
+            raise InvalidRequest(
+                f"there is no adapter {request.adapter[:80]!a}; this engine has {known}",
+                param="lora_path",
+            )
+        return self.adapters[request.adapter]
 
     async def make_processor(self, request: ModelRequest) -> LogitsProcessor | None:
         """Make the logits processor of a request, if it needs one.
@@ -182,6 +208,7 @@ class EmbeddedEngine:
         stop_ids = frozenset(config.stop_token_ids)
         inner = EngineRequest(
             rid=request.rid,
+            adapter=self._adapter_of(request),
             input_ids=ids,
             config=config,
             stop_ids=stop_ids if config.ignore_eos else stop_ids | self.loaded.eos_ids,
@@ -232,6 +259,7 @@ class EmbeddedEngine:
                     matched_stop=finish.matched if finish else None,
                     top_logprobs=inner.likeliest(sent, count) if inner.top else None,
                     bound=inner.bound[sent:count] if inner.has_grammar else None,
+                    adapter=inner.adapter,
                 )
                 sent = count
         finally:

@@ -31,6 +31,7 @@ _TOLERATED = frozenset(
         "top_logprobs_num",
         "rid",
         "stream",
+        "lora_path",
         "cache_salt",
         "extra_key",
         "logprob_start_len",
@@ -99,6 +100,7 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
             input_ids=ids,
             gconfig=_hyperparameters(sampling),
             top_logprobs=_value(body, "top_logprobs_num", int, 0),
+            adapter=_value(body, "lora_path", str, None),
         ),
         stream=_value(body, "stream", bool, False),
         return_logprob=_value(body, "return_logprob", bool, False),
@@ -271,6 +273,9 @@ class AnswerWriter:
             "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
             "e2e_latency": time.perf_counter() - self._started,
         }
+        if request.adapter is not None:
+            # No field of SGLang's, whose answers name no adapter.
+            meta["adapter"] = request.adapter
         if self._call.return_logprob:
             logprobs = request.logprobs[start:count]
             meta["input_token_logprobs"] = []

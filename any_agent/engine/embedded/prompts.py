@@ -11,7 +11,8 @@ from torch import Tensor
 from any_agent.engine.embedded.kv_cache import KVCache, PromptStates
 from any_agent.engine.embedded.request import EngineRequest
 
-_Ids: TypeAlias = tuple[int, ...]
+_Key: TypeAlias = tuple[str | None, tuple[int, ...]]
+"""An adapter and a prompt's ids: another adapter has other states for the same ids."""
 MAX_KEPT_TOKENS = 2048
 
 
@@ -29,62 +30,62 @@ class KnownPrompts:
     """The distinct prompts that the current weights computed.
 
     The requests of a group have one prompt: the first is computed, and the others get a copy of its
-    states, also when its last request has ended, until newer prompts need the room. All are
-    forgotten with the weights.
+    states, also when its last request has ended, until newer prompts need the room. Requests of
+    another adapter share nothing with them. All are forgotten with the weights.
     """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._prompts: dict[_Ids, _Prompt] = {}
-        self._kept: OrderedDict[_Ids, None] = OrderedDict()
+        self._prompts: dict[_Key, _Prompt] = {}
+        self._kept: OrderedDict[_Key, None] = OrderedDict()
         """The prompts without a running request, the oldest first."""
 
     def unknown(self, requests: list[EngineRequest]) -> list[EngineRequest]:
         """Return the first request of each prompt that is not known."""
-        first: dict[_Ids, EngineRequest] = {}
+        first: dict[_Key, EngineRequest] = {}
         for request in requests:
-            ids = tuple(request.input_ids)
-            if ids not in self._prompts:
-                first.setdefault(ids, request)
+            key = request.prompt
+            if key not in self._prompts:
+                first.setdefault(key, request)
         return list(first.values())
 
     def add(self, request: EngineRequest, logits: Tensor) -> None:
         """Add a request whose prompt was computed, with the logits after its last token."""
-        self._prompts[tuple(request.input_ids)] = _Prompt(logits, [request])
+        self._prompts[request.prompt] = _Prompt(logits, [request])
 
     def copy(self, request: EngineRequest, running: list[EngineRequest]) -> None:
         """Activate a row with the states of a request's prompt, which is known."""
-        ids = tuple(request.input_ids)
-        prompt = self._prompts[ids]
+        key, length = request.prompt, len(request.input_ids)
+        prompt = self._prompts[key]
         states = prompt.states
         if states is None:
-            states = self._cache.prompt_states(running.index(prompt.holders[0]), len(ids))
+            states = self._cache.prompt_states(running.index(prompt.holders[0]), length)
         else:
             prompt.states = None
-            del self._kept[ids]
-        self._cache.add_prompt(states, len(ids))
+            del self._kept[key]
+        self._cache.add_prompt(states, length)
         prompt.holders.append(request)
-        request.cached_tokens = len(ids)
+        request.cached_tokens = length
 
     def logits_of(self, request: EngineRequest) -> Tensor:
-        return self._prompts[tuple(request.input_ids)].logits
+        return self._prompts[request.prompt].logits
 
     def release(self, request: EngineRequest, row: int) -> None:
         """Take away a request that ended, before its row is dropped."""
-        ids = tuple(request.input_ids)
-        prompt = self._prompts.get(ids)
+        key, length = request.prompt, len(request.input_ids)
+        prompt = self._prompts.get(key)
         if prompt is None or request not in prompt.holders:
             return  # it was computed by earlier weights
         prompt.holders.remove(request)
         if prompt.holders:
             return
-        if len(ids) > MAX_KEPT_TOKENS or (request.finish and request.finish.error):
-            del self._prompts[ids]
+        if length > MAX_KEPT_TOKENS or (request.finish and request.finish.error):
+            del self._prompts[key]
             return
-        states = self._cache.prompt_states(row, len(ids))
+        states = self._cache.prompt_states(row, length)
         prompt.states = [(keys.clone(), values.clone()) for keys, values in states]
-        self._kept[ids] = None
-        while sum(map(len, self._kept)) > MAX_KEPT_TOKENS:
+        self._kept[key] = None
+        while sum(len(ids) for _, ids in self._kept) > MAX_KEPT_TOKENS:
             del self._prompts[self._kept.popitem(last=False)[0]]
 
     def clear(self) -> None:

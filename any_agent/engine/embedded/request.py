@@ -40,6 +40,8 @@ class EngineRequest:
     stream: bool = True
     """True to report each step, False to report only the end."""
     processor: LogitsProcessor | None = None
+    adapter: str | None = None
+    """The adapter that samples it, by name and fingerprint; None: the model alone."""
     top: int = 0
     """The number of likeliest tokens to store at each position."""
     sink: Any = None
@@ -54,6 +56,11 @@ class EngineRequest:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     """The number of prompt tokens whose states were copied, not computed."""
+
+    @property
+    def prompt(self) -> tuple[str | None, tuple[int, ...]]:
+        """The adapter and the ids, which decide on the states of its prompt."""
+        return self.adapter, tuple(self.input_ids)
 
     @property
     def has_grammar(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from any_agent.engine.embedded.adapters import Adapters
 from any_agent.engine.embedded.kv_cache import KVCache
 from any_agent.engine.embedded.prompts import KnownPrompts
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason, similar_lengths
@@ -48,8 +49,10 @@ class Scheduler:
         version: str,
         threads: int | None = None,
         seed: int | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._cache = cache
         self._deliver = deliver
         self._max_running = max_running
@@ -276,6 +279,7 @@ class Scheduler:
 
     def _compute(self, group: list[EngineRequest]) -> Tensor:
         """Fill new rows by a forward pass; return their last logits, [rows, vocabulary]."""
+        self._select(group)
         lengths = [len(r.input_ids) for r in group]
         longest, device = max(lengths), self._cache.device
         ids = torch.tensor([r.input_ids + [0] * (longest - len(r.input_ids)) for r in group])
@@ -296,11 +300,17 @@ class Scheduler:
         cache, running = self._cache, self._running
         if self._sampler is None:
             self._sampler = self._sampler_of(running)
+            self._select(running)
         ids = torch.tensor([[r.output_ids[-1]] for r in running], device=cache.device)
         positions = cache.length_index[:, None]
         logits = self._forward(ids, positions, cache.begin_decode(), 1)[:, -1]
         cache.end_decode()
         self._accept(running, self._draw(self._sampler, logits, running))
+
+    def _select(self, rows: list[EngineRequest]) -> None:
+        """Let the next forward passes add each row's adapter."""
+        if self._adapters is not None:
+            self._adapters.select([r.adapter for r in rows])
 
     def _sampler_of(self, rows: list[EngineRequest]) -> BatchSampler:
         return BatchSampler(

@@ -232,6 +232,7 @@ class EngineServer:
                 "architectures": loaded.model.config.architectures,
                 "vocab_size": loaded.vocab_size,
                 "context_length": loaded.context_length,
+                "adapters": list(self.engine.adapters.values()),
             }
         )
 

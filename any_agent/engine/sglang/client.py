@@ -252,6 +252,7 @@ class SGLangEngine(RemoteEngine):
         request.require_ids()
         self._shape.require_known(request)
         done = array("i")
+        adapter: str | None = None
         attempt = fruitless = 0
         while True:
             await self._ready()
@@ -268,6 +269,13 @@ class SGLangEngine(RemoteEngine):
                 ):
                     async for raw in chunks:
                         chunk = seam.cut(raw)
+                        if chunk.output_ids and done and chunk.adapter != adapter:
+                            raise EngineUnavailable(
+                                f"the engine came back with other files of the adapter "
+                                f"{request.adapter}, which cannot continue this call; try again",
+                                retry_after=2,
+                            )
+                        adapter = chunk.adapter if chunk.output_ids else adapter
                         done.extend(chunk.output_ids)
                         self._update_version(chunk, closings)
                         if chunk.stop_reason == "abort":

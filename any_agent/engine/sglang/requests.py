@@ -38,6 +38,8 @@ def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
     }
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -34,6 +34,7 @@ class ChunkReader:
         self._prompt = len(request.input_ids)
         self._limit = request.gconfig.max_new_tokens
         self._top = request.top_logprobs
+        self._adapter = request.adapter
         self._seen = 0
         self._version_name: Any = None
         self._version = -1
@@ -67,6 +68,7 @@ class ChunkReader:
         fresh = total - self._seen
         if fresh < 0 or total > self._limit:
             raise EngineMismatch(f"the engine sampled {total} tokens of at most {self._limit}")
+        adapter = self._sampled_by(meta)
         if not fresh:
             return GenerationChunk([], [], [], reason, _matched(finish), [] if self._top else None)
         # In every kind of stream the new tokens are the last ones.
@@ -95,7 +97,25 @@ class ChunkReader:
         bound = _bound(meta["output_token_bound"][-fresh:]) if told else None
         versions = self._versions(meta, total)
         self._seen = total
-        return GenerationChunk(ids, logprobs, versions, reason, _matched(finish), top, bound)
+        return GenerationChunk(
+            ids, logprobs, versions, reason, _matched(finish), top, bound, adapter
+        )
+
+    def _sampled_by(self, meta: dict[str, Any]) -> str | None:
+        """Return the adapter that an answer names, with its fingerprint.
+
+        EngineMismatch unless it is the request's: an engine that ignores adapters names none.
+        """
+        adapter = meta.get("adapter")
+        name = None if adapter is None else str(adapter).partition("@")[0]
+        if name != self._adapter:
+            asked = "the model alone" if self._adapter is None else f"the adapter {self._adapter!a}"
+            told = "none" if name is None else "another one"
+            raise EngineMismatch(
+                f"the call asked for {asked}, and of adapters the engine's answer names {told}: "
+                "only the embedded engine serves them"
+            )
+        return None if adapter is None else str(adapter)
 
     def _versions(self, meta: dict[str, Any], end: int) -> list[int]:
         """Return the version of each new token: from the spans, else the answer's one version."""

@@ -33,8 +33,8 @@ from any_agent.launcher.slurm.job_redis import require_alone
 from any_agent.launcher.slurm.plan import count_ranks, plan
 from any_agent.launcher.training_progress import LogTail
 from any_agent.launcher.trial import (
+    check_frozen,
     check_model,
-    check_reference,
     newest_weights,
     resolve_config,
     trial_dir,
@@ -216,7 +216,7 @@ def submit(
     require_key(config, "a service in a Slurm job")
     if newest_weights(config) is None:
         check_model(config.model.path)
-    check_reference(config)
+    check_frozen(config)
     name, run = job_name(config), trial_dir(config)
     before = jobs_named(name)
     if going := [id for id, state in before.items() if state not in _ENDED_STATES]:

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from any_agent.auth.access import Scope
 from any_agent.completions.apis import Api, all_apis, error_format
 from any_agent.completions.params.table import request_schema
-from any_agent.protocol import interactions, training
+from any_agent.protocol import interactions, tasks, training
 from any_agent.protocol import rl as protocol
 from proxy_ext.api.rl import areal
 from proxy_ext.api.rl.strict_body import IDEMPOTENCY_KEY
@@ -109,7 +109,7 @@ def _complete(schema: dict[str, Any]) -> None:
         schemas[name]["examples"] = [example]
     for name, rule in texts["rules"].items():
         schemas[name] |= rule
-    for name, comments in _comments(protocol, interactions, training, areal).items():
+    for name, comments in _comments(protocol, interactions, tasks, training, areal).items():
         properties = schemas.get(name, {}).get("properties", {})
         for field in comments.keys() & properties.keys():
             properties[field].setdefault("description", comments[field])

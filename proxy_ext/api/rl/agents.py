@@ -9,10 +9,12 @@ from fastapi import APIRouter, Body, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.auth.access import Scope
 from any_agent.errors import NotFound
 from any_agent.protocol.rl import (
     Abort,
     Feedback,
+    FeedbackGiven,
     Finalize,
     Heartbeat,
     RewardSet,
@@ -75,7 +77,7 @@ async def set_reward(
     """Reward a completion (by default the last one), or the whole session; it may be repeated."""
     session = await service.auth.session(request, body.session_id)
     given = parts_of(body.reward if body.final_reward is None else body.final_reward, body.name)
-    by, keep = author(session.row, caller, given), receipt.keep
+    by, keep = author(session.row, caller, gives=True), receipt.keep
     if body.reward is None:
         return receipt.response(
             await service.rewards.set_final_reward(session, given, by=by, keep=keep)
@@ -86,22 +88,30 @@ async def set_reward(
     )
 
 
-@router.post("/feedback", response_model=RewardSet)
+@router.post("/feedback", response_model=FeedbackGiven)
 async def feedback(
     body: Feedback, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """Set the reward `feedback` of a completion, or of a session; the last one counts.
+    """Set the reward `feedback` of a completion, or of a session; the last one counts. Words are
+    kept beside it, and alone they set none.
 
     The id of an answer is enough under its tenant's key: the session need not be named.
     """
     session = await _with_answer(body, request, service)
-    given: Parts = {FEEDBACK: body.value}
-    by, keep = author(session.row, caller, given), receipt.keep
+    rewards = service.rewards
+    given: Parts = {} if body.value is None else {FEEDBACK: body.value}
+    text = rewards.kept_text(body.text, alone=not given)
+
+    def shape(answer: RewardSet) -> FeedbackGiven:
+        return FeedbackGiven(**answer.model_dump(), text_stored=text is not None)
+
+    by, keep = author(session.row, caller, gives=True), shaped(receipt.keep, shape)
     if body.completion_id is None:
-        done = service.rewards.set_final_reward(session, given, by=by, keep=keep)
+        done = rewards.set_final_reward(session, given, by=by, text=text, keep=keep)
     else:
-        done = service.rewards.set_reward(session, given, body.completion_id, by=by, keep=keep)
-    return receipt.response(await done)
+        id = body.completion_id
+        done = rewards.set_reward(session, given, id, by=by, text=text, keep=keep)
+    return receipt.response(shape(await done))
 
 
 async def _with_answer(body: Feedback, request: Request, service: RankService) -> RecordedSession:
@@ -150,9 +160,14 @@ def _finalized(info: SessionInfo) -> SessionFinalized:
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, request: Request, service: Anyone) -> SessionDetails:
+async def get_session(
+    session_id: str, request: Request, service: Anyone, caller: Who
+) -> SessionDetails:
     """Return the record of a session: the caller's own, or any for the operator."""
-    return await service.rewards.history(await service.auth.session(request, session_id))
+    session = await service.auth.session(request, session_id)
+    # A judge's words may have the answer.
+    texts = not (caller.scope is Scope.SESSION and is_agent(session.row, caller))
+    return await service.rewards.history(session, texts=texts)
 
 
 @router.get("/sessions/{session_id}/content", response_model=SessionContent)

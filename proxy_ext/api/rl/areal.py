@@ -280,7 +280,7 @@ async def set_reward(
     session = await service.auth.session(request, body.session_id)
     keep = shaped(receipt.keep, lambda _: ArealDone())
     parts = parts_of(body.reward)
-    by = author(session.row, caller, parts)
+    by = author(session.row, caller, gives=True)
     await service.rewards.set_reward(session, parts, body.interaction_id, by=by, keep=keep)
     return receipt.response(ArealDone())
 

@@ -106,6 +106,7 @@ def _page(
                 "number": number,
                 "depth": depth,
                 "role": i.role,
+                "adapter": i.request.get("adapter"),
                 "created_at": i.created_at,
                 "message_delta": cutter.cut(i.message_delta),
                 "output_message": cutter.cut(i.output_message),

@@ -47,6 +47,20 @@ def test_parameters_are_sent_under_sglangs_names() -> None:
     assert body["stream"] is True
 
 
+def test_an_answer_must_name_the_adapter_that_was_asked_for() -> None:
+    ask = replace(request(), adapter="mine")
+    assert orjson.loads(generate_body(ask, stream=True))["lora_path"] == "mine"
+    assert "lora_path" not in orjson.loads(generate_body(request(), stream=True))
+    for told in ({}, {"adapter": "other@12"}, {"adapter": "min@12"}, {"adapter": 3}):
+        with fails_with(EngineMismatch, "'mine'"):
+            ChunkReader(ask).read(meta(1, 1, **told))
+    with fails_with(EngineMismatch, "the model alone"):
+        ChunkReader(request()).read(meta(1, 1, adapter="mine@12"))
+    chunk = ChunkReader(ask).read(meta(1, 1, adapter="mine@12"))
+    assert (chunk.adapter, chunk.output_ids) == ("mine@12", [30])
+    assert ChunkReader(request()).read(meta(1, 1)).adapter is None
+
+
 @pytest.mark.parametrize(
     "grammar, name, text",
     [

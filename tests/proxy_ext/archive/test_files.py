@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import subprocess
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from random import Random
 
@@ -72,11 +72,12 @@ def test_an_archived_record_reads_back_as_it_was() -> None:
     gconfig = interaction.gconfig.new(stop=("x",), logit_bias=((7, -1.5),), grammar="{}")
     interaction = replace(interaction, gconfig=gconfig)
     row = make_row("s", final_reward=0.3, tenant="acme", step=7, reason="\udfff", metadata=ODD)
-    rewards = [RewardRow("i", "format", 0.1, "session", 5.5), RewardRow(None, None, 0.3, "me", 6)]
+    words = RewardRow(None, "feedback", None, "me", 6, "meh \u202e")
+    rewards = [RewardRow("i", "format", 0.1, "session", 5.5), words]
     found = read_record(record_line(12, row, rewards, [interaction]))
     assert (found.number, found.session["id"], found.session["metadata"]) == (12, "s", ODD)
     assert (found.session["step"], found.session["tenant"]) == (7, "acme")
-    assert [r["by"] for r in found.rewards] == ["session", "me"]
+    assert found.rewards == [*map(asdict, rewards)]
     (again,) = found.interactions
     for field in fields(Interaction):
         mine, other = getattr(interaction, field.name), getattr(again, field.name)

@@ -24,7 +24,7 @@ from proxy_ext.archive.records import read_record
 from proxy_ext.export import reader as reading
 from proxy_ext.export.__main__ import main
 from proxy_ext.export.output import output
-from proxy_ext.journal import EraseContent
+from proxy_ext.journal import EraseContent, SetReward
 from proxy_ext.journal.reader import ExportFilter
 from tests.support.archives import CALLS, Exported, Rank, archive_now, export_trial, settings_of
 from tests.support.errors import fails_with
@@ -74,6 +74,24 @@ async def test_each_session_is_exported_once(rank: Rank, tmp_path: Path, serving
     await rank.archive.remove("a")
     await rank.journal.commit(EraseContent(("a", "b")))
     assert export_trial(tmp_path).ids == list("cde")
+
+
+async def test_words_of_users_are_exported_from_journals_and_archives(
+    rank: Rank, tmp_path: Path
+) -> None:
+    said = "\u202e <b>rude</b>"
+    for id in ("a", "b"):
+        await rank.add(id)
+        words = SetReward(id, None, "feedback", None, "user", 6.0, None, said)
+        await rank.journal.commit(words)
+        if id == "a":
+            await rank.archive.sweep()
+    done = export_trial(tmp_path)
+    assert "2 sessions (1 of them from archives)" in done.said
+    assert [line["rewards"][-1] for line in done.lines] == [
+        {"interaction_id": None, "name": "feedback", "value": None, "by": "user", "at": 6.0}
+        | {"text": said}
+    ] * 2
 
 
 async def test_filters_choose_sessions_of_all_ranks(rank: Rank, tmp_path: Path) -> None:

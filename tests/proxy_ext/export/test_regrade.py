@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from proxy_ext.export.regrade import Regraded, main, summary_of
+from proxy_ext.journal import SetReward
 from tests.support.archives import Rank, settings_of
 
 GRADERS = """
@@ -35,6 +36,16 @@ def ill(session):
         case "ccc": os._exit(3)
         case "dddd": time.sleep(60)
     return 1.0
+
+def by_users(session):
+    return {one["text"]: one["value"] for one in session["feedback"]}[session["task_id"]]
+
+def of_calls(session):
+    first, second = session["interactions"]
+    if second["output_message"]["content"] == "none":
+        return {}
+    said = [message["content"] for each in first["next_messages"] for message in each]
+    return {first["id"]: {"asked": float(len(said[0])), "odd": 1.0}, second["id"]: {"odd": -1.0}}
 
 not_a_function = 7
 """
@@ -90,6 +101,30 @@ async def test_each_session_has_its_old_and_its_new_reward(rank: Rank) -> None:
     figures = json.loads(done.stdout)
     assert (figures["sessions"], figures["with_both"], figures["problems"]) == (5, 4, 0)
     assert (figures["pairs"], figures["flipped_pairs"]) == (3, 3)
+
+
+async def test_a_grader_reads_what_users_thought(rank: Rank) -> None:
+    await recorded(rank, s1=("a", 3.0))
+    for text, value in (("odd", None), ("t", -0.5)):
+        given = SetReward("s1", None, "feedback", value, "user", 5.0, value, text)
+        await rank.journal.commit(given, SetReward("s1", None, "style", 7.0, "me", 5.0, 7.0))
+    assert (await regrade(rank, "my_graders.by_users")).returncode == 0
+    assert lines_of(rank)["s1"]["new"] == -0.5
+
+
+async def test_a_grader_of_calls_gives_the_score_that_training_would_have(rank: Rank) -> None:
+    await rank.add_turns("s1", ("How long?", "a"), ("More", "bb"), reward=5.0)
+    await rank.add_turns("s2", ("How long?", "a"), ("More", "none"), reward=5.0)
+    done = await regrade(rank, "my_graders.of_calls")
+    assert done.returncode == 1
+    found = lines_of(rank)
+    # r(second) = -1; r(first) = len("More") + 1 + discount * r(second); the score is their mean.
+    assert found["s1"]["new"] == (-1.0 + (4 + 1 + 1.0 * -1.0)) / 2
+    assert found["s1"]["rewards"] == {
+        "s1-0": {"asked": 4.0, "odd": 1.0},
+        "s1-1": {"odd": -1.0},
+    }
+    assert (found["s2"]["new"], found["s2"]["problem"]) == (None, "it gave no reward")
 
 
 async def test_an_interrupted_run_goes_on_where_it_was(rank: Rank) -> None:

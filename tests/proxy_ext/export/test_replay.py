@@ -27,7 +27,8 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
-from proxy_ext.export.replay import Comparison, main, message_of
+from proxy_ext.export.comparison import Comparison
+from proxy_ext.export.replay import main, message_of
 from proxy_ext.journal import PutInteraction, PutSession
 from tests.support.archives import Rank
 from tests.support.families import Call, family

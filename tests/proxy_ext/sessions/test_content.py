@@ -24,12 +24,17 @@ async def talk(proxy: Proxy, **fields: object) -> dict[str, str]:
 
 async def test_the_shown_content_is_what_the_grader_is_given(proxy: Proxy) -> None:
     session = await talk(proxy, task_id="t", metadata={"answer": 5})
+    await proxy.client.feedback("down", text="No.", api_key=session["api_key"])
+    await proxy.client.set_final_reward(session["api_key"], {"correct": 1.0})
     content = await proxy.client.session_content(session["session_id"], session["api_key"])
     live = proxy.service.sessions.live[session["session_id"]]
     given = content.graded()
-    assert given == graded_session(live)
+    assert given == await graded_session(proxy.service.sessions, live)
     assert [len(one["messages"]) for one in given["interactions"]] == [1, 3, 1]
     assert given["metadata"] == {"answer": 5}
+    (said,) = given["feedback"]
+    assert said.pop("at") > 0
+    assert said == {"interaction_id": None, "value": -1.0, "text": "No.", "by": "session"}
 
 
 async def test_content_that_is_not_kept_is_not_shown(start: Start, proxy: Proxy) -> None:

@@ -29,6 +29,8 @@ def found_on_disk(proxy: Proxy) -> list[str]:
 async def begun(proxy: Proxy, **fields: Any) -> dict[str, Any]:
     session = await proxy.open(metadata={"secret": CANARY}, **fields)
     await proxy.complete(session["api_key"], MESSAGES)
+    for value in ("up", None):
+        await proxy.client.feedback(value, text=CANARY, api_key=session["api_key"])
     return session
 
 
@@ -56,7 +58,7 @@ async def test_deleted_content_is_gone_from_the_disk(proxy: Proxy, start: Start)
     assert first.status_code == 200, first.text
     now = first.json()
     assert (now["state"], now["reason"], now["content"]) == ("rejected", "deleted", "deleted")
-    assert (now["interactions"], now["rewards"], now["final_reward"]) == (0, {}, 1)
+    assert (now["interactions"], now["rewards"], now["final_reward"]) == (0, {}, 2)
     # Twice does no harm.
     assert now == second.json() == (await delete(proxy, session)).json()
     again = await delete(proxy, session, **key)
@@ -66,6 +68,8 @@ async def test_deleted_content_is_gone_from_the_disk(proxy: Proxy, start: Start)
     other = await start()
     shown = await info(other, session)
     assert (shown["state"], shown["content"], shown["interactions"]) == ("rejected", "deleted", 0)
+    given = [(one["name"], one["value"], one["text"]) for one in shown["reward_history"]]
+    assert given == [("feedback", 1, None), (None, 1, None)], "rewards stay without their words"
     assert found_on_disk(other) == []
     refusal(await other.call(session["api_key"]), 410, "session_closed")
 

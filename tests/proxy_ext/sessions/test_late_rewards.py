@@ -187,7 +187,7 @@ async def test_a_failing_grade_leaves_no_other_grade_hanging(
     with fails_with(GraderFailed, "ended"):
         await hanging
     try:
-        assert await grader.grade({"metadata": {"how": "fine"}}) == {None: 1.0}
+        assert (await grader.grade({"metadata": {"how": "fine"}})).final == {None: 1.0}
     finally:
         await grader.close()
 

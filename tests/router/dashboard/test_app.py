@@ -31,6 +31,7 @@ PAGES = ("", "/training", "/tasks", "/service", "/sessions", f"/sessions/{IDS[0]
 def session(id: str = IDS[0], **more: Any) -> dict[str, Any]:
     """As a rank tells of one whose texts are all hostile."""
     given = {"interaction_id": None, "name": "style", "value": 0.25, "by": EVIL, "at": 1e9}
+    given |= {"text": f"{EVIL} \u202eright to left"}
     told = dict.fromkeys(("reason", "task_id", "group_id", "opened_by"), EVIL)
     none = dict.fromkeys(("tenant", "step", "ended_at"))
     ones = dict.fromkeys(("interactions", "trainable_calls", "rewards_given", "number"), 1)
@@ -57,7 +58,7 @@ def session(id: str = IDS[0], **more: Any) -> dict[str, Any]:
 
 
 CALL = {
-    **dict.fromkeys(("parent_id", "branch_reason", "untrainable_reason", "reward")),
+    **dict.fromkeys(("parent_id", "branch_reason", "untrainable_reason", "reward", "adapter")),
     "id": "chatcmpl-1",
     "number": 1,
     "depth": 0,
@@ -308,6 +309,8 @@ async def test_a_session_shows_who_rewarded_which_call(lab: Lab) -> None:
         {"interaction_id": "chatcmpl-1", "name": None, "value": 0.3, "by": "session", "at": 1e9},
         {"interaction_id": "chatcmpl-99", "name": "style", "value": 0.5, "by": "judge", "at": 1e9},
         {"interaction_id": None, "name": None, "value": 1.0, "by": "acme", "at": 1e9},
+        {"interaction_id": None, "name": "feedback", "value": None, "by": "u", "at": 1e9}
+        | {"text": "You are <b>rude</b>."},
     ]
 
     async def handler(received: Received) -> None:
@@ -326,7 +329,9 @@ async def test_a_session_shows_who_rewarded_which_call(lab: Lab) -> None:
         ["call", "1", "–", "0.3", "session"],
         ["a", "call", "not", "shown", "here"],
         ["the", "whole", "session", "–", "1"],
+        ["the", "whole", "session", "feedback", "–"],
     ]
+    assert "You are &lt;b&gt;rude&lt;/b&gt;." in table[1]
     assert 'href="#call-1">call 1' in table[1] and "judge" in table[1] and "acme" in table[1]
     assert "its group scored alike" in page
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from any_agent.demo.models.tiny import make_model
 from trainer.loss import LossConfig
-from trainer.model import PolicyConfig
+from trainer.model import PolicyConfig, prepared
 from trainer.packing import padded_passes
-from trainer.pass_runner import Computed
+from trainer.pass_runner import Computed, PassRunner, Teacher
 from trainer.policy import Policy
 from trainer.rows import Row, count_trained, with_training_signal
 from trainer.world import World
@@ -32,6 +32,23 @@ def small_policy(
     torch.set_num_threads(1)
     model = make_model(VOCAB, seed, hidden_size=32, layers=2, context=256)
     return Policy(in_precision(model, dtype), PolicyConfig(**config), world)
+
+
+def teach(policy: Policy, model: Any) -> Any:
+    """Give the policy this teacher, divided as the policy is, and return its model."""
+    config = PolicyConfig(threads=1, packing=policy.config.packing)
+    whole = prepared(model.requires_grad_(False), config, policy.world)
+    tokens = policy.runner.pass_tokens
+    runner = PassRunner(whole, policy.device, config, policy.world, tokens)
+    policy.runner.compute_like(runner)
+    policy.teacher = Teacher.of(whole, runner, policy.device)
+    return whole.model
+
+
+def other_model(seed: int = 5) -> Any:
+    """A model of the policies' token ids, narrower and deeper, in float64."""
+    model = make_model(VOCAB, seed, hidden_size=16, layers=3, context=256)
+    return in_precision(model, torch.float64)
 
 
 def in_precision(model: Any, dtype: torch.dtype) -> Any:

@@ -24,7 +24,7 @@ from any_agent.runtime.disk_space import DiskSpace
 from tests.support.trainer.adapters import LORA, row_logprobs, stirred, train, weights_of
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
-from tests.support.trainer.policies import random_rows, small_policy
+from tests.support.trainer.policies import other_model, random_rows, small_policy, teach
 from tests.support.trainer.trees import tree_rows
 from tests.support.trainer.updates import SEQUENCE_LEVEL
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
@@ -33,7 +33,7 @@ from trainer.from_config import policy_config
 from trainer.lora import adapter_tensors, switched_off
 from trainer.loss import LossConfig, LossStats
 from trainer.model import PolicyConfig
-from trainer.parallel.trainer_group import Follower, drop_reference, load_policy, load_reference
+from trainer.parallel.trainer_group import Follower, drop_frozen, load_frozen, load_policy
 from trainer.policy import Policy
 from trainer.reference import reference_logprobs
 from trainer.rows import Row, count_trained
@@ -63,6 +63,13 @@ def gradients_of(world: World, cases: int) -> list[Found]:
     return [_gradient(world, policy, case) for case in range(cases)]
 
 
+def distilled(world: World, cases: int, config: LossConfig) -> list[Found]:
+    """The same, with a teacher that is divided, too."""
+    policy = small_policy(world=world, head_chunk=7)
+    teach(policy, other_model())
+    return [_gradient(world, policy, case, config) for case in range(cases)]
+
+
 def under(
     world: World, master: torch.dtype, configs: list[dict[str, Any]]
 ) -> list[tuple[Found, dict[str, Tensor]]]:
@@ -89,15 +96,17 @@ def _part(world: World, policy: Policy, rows: list[Row], budget: int) -> Minibat
     return Minibatch(parts[world.rank], count_trained(rows), shapes)
 
 
-def _accumulated(world: World, policy: Policy, case: int) -> LossStats:
+def _accumulated(
+    world: World, policy: Policy, case: int, config: LossConfig | None = None
+) -> LossStats:
     one = _share(world, policy, case)
     passes = policy.runner.plan(one.rows, split(case)[1], one.shapes)
     policy.optimizer.zero_grad(set_to_none=True)
-    return policy.accumulate(passes, one.tokens, LossConfig())
+    return policy.accumulate(passes, one.tokens, config or LossConfig())
 
 
-def _gradient(world: World, policy: Policy, case: int) -> Found:
-    stats = _accumulated(world, policy, case)
+def _gradient(world: World, policy: Policy, case: int, config: LossConfig | None = None) -> Found:
+    stats = _accumulated(world, policy, case, config)
     found = {n: whole_tensor(p.grad, world.device) for n, p in policy.model.named_parameters()}
     return stats.loss, found if world.leads else {}
 
@@ -152,9 +161,9 @@ def commanded(
     """The weights after two commanded steps of several updates beside a reference model, and what
     is said of one in between whose second minibatch has a ``broken`` row."""
     policy, _ = load_policy(model, config, leader, checkpoint=False)
-    load_reference(policy, model)
-    drop_reference(policy)
-    load_reference(policy, model)
+    load_frozen(policy, "reference", model)
+    drop_frozen(policy, "reference")
+    load_frozen(policy, "reference", model)
     parts, settings = [[0, 2, 4], [1, 3, 5]], StepConfig(2, lr=2e-3)
     said = ""
     policy.train(random_rows(0, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
@@ -174,11 +183,23 @@ def commanded(
 def compared(leader: Leader, config: PolicyConfig, model: str, seeds: range) -> list[list[Tensor]]:
     """The log-probabilities of a reference model that the policy has moved away from."""
     policy, _ = load_policy(model, config, leader, checkpoint=False)
-    load_reference(policy, model)
+    load_frozen(policy, "reference", model)
     policy.train(random_rows(9, dtype=torch.float32), 60)
     return [
         reference_logprobs(policy, random_rows(seed, dtype=torch.float32), 40) for seed in seeds
     ]
+
+
+def distilled_steps(
+    leader: Leader, config: PolicyConfig, model: str, teacher: str, loss: LossConfig
+) -> Weights:
+    """The weights after commanded steps beside a teacher and a reference model."""
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
+    load_frozen(policy, "reference", model)
+    load_frozen(policy, "teacher", teacher)
+    for seed in range(2):
+        policy.train(random_rows(seed, dtype=torch.float32), 60, loss, StepConfig(2))
+    return weights_of(policy)
 
 
 def led(world: World, config: PolicyConfig, case: Callable[..., Any], *arguments: Any) -> Any:

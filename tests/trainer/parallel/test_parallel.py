@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from any_agent.demo.models.tiny import save_tiny_model
 from tests.support.trainer.adapters import adapted_policy, gradients_of_adapter, row_logprobs
-from tests.support.trainer.policies import assert_same, random_rows, small_policy, trainer_gradients
+from tests.support.trainer.policies import (
+    assert_same,
+    other_model,
+    random_rows,
+    small_policy,
+    teach,
+    trainer_gradients,
+)
 from tests.support.trainer.updates import SEQUENCE_LEVEL
 from tests.support.trainer.world import together
 from tests.support.trainer.world_cases import (
@@ -21,6 +29,8 @@ from tests.support.trainer.world_cases import (
     buckets_left_early,
     commanded,
     compared,
+    distilled,
+    distilled_steps,
     divided_case,
     gone_on,
     gradients_of,
@@ -39,7 +49,7 @@ from tests.support.trainer.world_cases import killed as one_killed
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.loss import LossConfig
 from trainer.model import PolicyConfig
-from trainer.parallel.trainer_group import load_reference
+from trainer.parallel.trainer_group import load_frozen
 from trainer.policy import Policy
 from trainer.sharded_optimizer import moments
 from trainer.updates import StepConfig
@@ -65,6 +75,34 @@ def test_loss_and_gradient_are_those_of_one_process_for_any_split(size: int) -> 
         loss, gradients = trainer_gradients(policy, rows)
         assert [result[case][0] for result in found] == pytest.approx([loss] * size, abs=1e-9)
         assert_same(found[0][case][1], gradients, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "reverse"), (2, "forward"), (3, "reverse")])
+def test_a_divided_teacher_teaches_what_it_teaches_one_process(size: int, kind: Any) -> None:
+    config = LossConfig(teacher_coef=0.7, teacher_kind=kind)
+    found = together(size, distilled, 8, config)
+    policy = small_policy()
+    teach(policy, other_model())
+    for case in range(8):
+        loss, gradients = trainer_gradients(policy, split(case)[0], config)
+        assert [result[case][0] for result in found] == pytest.approx([loss] * size, abs=1e-9)
+        assert_same(found[0][case][1], gradients, atol=1e-9)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LORA_CONFIG])
+def test_commanded_steps_beside_a_teacher_and_a_reference_are_those_of_one_process(
+    tiny_model_dir: Path, tmp_path: Path, config: PolicyConfig
+) -> None:
+    model = str(tiny_model_dir)
+    teacher = str(save_tiny_model(tmp_path, seed=3, hidden_size=96, layers=3))
+    loss = LossConfig(teacher_coef=0.7, kl_coef=0.1)
+    found = together(2, led, config, distilled_steps, model, teacher, loss)[0]
+    alone = Policy.load(model, config)
+    load_frozen(alone, "reference", model)
+    load_frozen(alone, "teacher", teacher)
+    for seed in range(2):
+        alone.train(random_rows(seed, dtype=torch.float32), 60, loss, StepConfig(2))
+    assert_same(found, weights_of(alone), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +154,7 @@ def test_a_step_of_several_updates_is_undone_in_every_process(
     assert "advantage at micro-batch" in said
     assert_same(found, expected, atol=0)
     alone = Policy.load(model, config)
-    load_reference(alone, model)
+    load_frozen(alone, "reference", model)
     for seed in (0, 2):
         rows, parts = random_rows(seed, dtype=torch.float32), [[0, 2, 4], [1, 3, 5]]
         alone.train(rows, 60, SEQUENCE_LEVEL, StepConfig(2, lr=2e-3), parts)
