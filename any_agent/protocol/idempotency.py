@@ -57,7 +57,7 @@ def request_hash(query: bytes, sessions: Iterable[str], body: bytes) -> bytes:
         if len(body) <= _MAX_PARSED_BYTES:
             body = orjson.dumps(orjson.loads(body), option=orjson.OPT_SORT_KEYS)
     digest = hashlib.blake2b(digest_size=16)
-    for part in (query, ",".join(sessions).encode("latin-1"), body):
+    for part in (query, ",".join(sessions).encode("utf-8", "surrogateescape"), body):
         digest.update(len(part).to_bytes(8))
         digest.update(part)
     return digest.digest()

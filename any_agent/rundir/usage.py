@@ -43,6 +43,15 @@ ON CONFLICT (day) DO UPDATE SET
 _CALLS = "SELECT day, prompt_tokens, sampled_tokens, calls FROM usage"
 _SESSIONS = "SELECT date(created_at, 'unixepoch'), COUNT(*) FROM sessions GROUP BY 1"
 TRAINER = "trainer"
+_OF_A_STEP = {"step", "time", "tokens"}
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_CANTOPEN,
+}
+"""Errors after which a read may be tried again; after others the file is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +82,11 @@ def day_of(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
-def read_usage(run: RunDir) -> dict[str, Days]:
+def read_usage(run: RunDir, *, last: bool = False) -> dict[str, Days]:
     """Return the usage by the part that has counted it: `rank-0`, ..., `trainer`.
 
-    A part whose file is not there, or cannot be read, is left out.
+    A part whose file is not there, or cannot be read, is left out. ``last``: it cannot be read
+    later, so sqlite3.Error is raised where another try may succeed.
     """
     found: dict[str, Days] = {}
     ranks = numbered(run.journal(0).parent, rf"rank-(\d+){JOURNAL_SUFFIX}")
@@ -84,9 +94,14 @@ def read_usage(run: RunDir) -> dict[str, Days]:
         try:
             found[f"rank-{rank}"] = _of_journal(path)
         except sqlite3.Error as error:
-            log.warning("the usage in %s cannot be read: %s", path, error)
-    if run.metrics.exists():
-        found[TRAINER] = _of_steps(run.metrics)
+            if last and getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING:
+                raise
+            log.log(
+                logging.ERROR if last else logging.WARNING,
+                *("the usage in %s cannot be read: %s", path, error),
+            )
+    if steps := _of_steps(run.metrics):
+        found[TRAINER] = steps
     return found
 
 
@@ -112,9 +127,12 @@ def _of_steps(path: Path) -> Days:
 
 
 def _steps(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        # An incomplete line is one of a trainer that was killed, and of a step that is made again.
-        with suppress(json.JSONDecodeError):
-            line = json.loads(text)
-            if "tokens" in line and "eval" not in line:
-                yield line
+    # A run that is removed meanwhile has no file.
+    with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as lines:
+        for text in lines:
+            # A line may be incomplete: of a trainer that was killed, and of a step that is made
+            # again.
+            with suppress(json.JSONDecodeError):
+                line = json.loads(text)
+                if isinstance(line, dict) and line.keys() >= _OF_A_STEP and "eval" not in line:
+                    yield line

@@ -69,6 +69,7 @@ class AccountRoutes:
                 raise Conflict(
                     f"the account {body.name} is being removed; try again", code="account_removing"
                 )
+            await self._metering.begin_account(body.name)
             return 201, await self._new_key(asked, body.name, body)
 
     async def _create_key(self, asked: Asked, name: str) -> tuple[int, Any]:
@@ -130,7 +131,9 @@ class AccountRoutes:
 
     async def _delete(self, asked: Asked, name: str) -> tuple[int, Any]:
         asked.require_operator()
-        self._require(name)
+        if asked.key is None or not self._accounts.keys_of(name):
+            # A repeated request may have revoked all keys before, and was killed.
+            self._require(name)
         # No run is made meanwhile. Each part may be repeated, if this is cut off.
         async with self._making[name]:
             jobs = self._jobs.of_account(name)
@@ -139,7 +142,6 @@ class AccountRoutes:
             for key in self._accounts.keys_of(name):
                 if key.revoked_at is None:
                     await self._accounts.revoke(name, key.id)
-            await self._metering.close_account(name)
             keys = self._accounts.keys_of(name)
             await self._store.forget_answers([f"key {key.id}" for key in keys])
         return 202, {"account": name, "state": "deleting", "runs": len(jobs)}

@@ -200,8 +200,10 @@ class Jobs:
         await job.ended.wait()
         while True:
             try:
-                await self._metering.copy([(job.run, job.dir)])
-                await asyncio.to_thread(self._remove_files, job)
+                gone = await asyncio.to_thread(self._set_aside, job)
+                # Nothing writes to it any more.
+                await self._metering.copy(job.run, RunDir(gone), last=True)
+                await asyncio.to_thread(self._remove_files, job, gone)
                 await self._store.remove(job.run)
             except (OSError, sqlite3.Error, AnyAgentError) as error:
                 log.warning("run %s cannot be removed yet: %s", job.run.id, error)
@@ -210,13 +212,17 @@ class Jobs:
                 self.by_id.pop(job.run.id, None)
                 return
 
-    def _remove_files(self, job: Job) -> None:
-        # Its name is free at once, and a crash leaves a folder that is found by this name.
+    def _set_aside(self, job: Job) -> Path:
+        """Return the folder of a run under another name: its own is free at once, and a crash
+        leaves a folder that is found by this one."""
         gone = self._folder / f"{job.run.id}.gone"
         if job.dir.path.is_dir():
             # The last process of a killed service may still be writing.
             with job.dir.lock():
                 job.dir.path.rename(gone)
+        return gone
+
+    def _remove_files(self, job: Job, gone: Path) -> None:
         if gone.is_dir():
             shutil.rmtree(gone)
         for path in self._folder.glob(f"{job.run.id}.*"):

@@ -20,9 +20,10 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.usage import TRAINER, Days, Usage, day_of, read_usage
+from any_agent.rundir.usage import Days, Usage, day_of, read_usage
 from router.cloud.store import SQL, Run, RunStore
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ NOTE_EVERY = 5.0
 _DAY = 86400.0
 _NAMES = tuple(Usage.__dataclass_fields__)
 _USAGE = f"INSERT INTO usage VALUES ({', '.join('?' * (3 + len(_NAMES)))})"
-_BILLED = "SELECT run, account, experiment, trial, created_at FROM billed"
+_GROWING = ("calls", "sampled_tokens", "sessions", "steps")
+_BILLED = "SELECT run, account, experiment, trial FROM billed"
 
 
 @dataclass(slots=True)
@@ -57,8 +59,8 @@ class Metering:
     def __init__(self, store: RunStore) -> None:
         self._store = store
         self._stays: dict[str, _Stay] = {}
-        self._copying = asyncio.Lock()
-        """The later of two reads of a run must be the one that stays."""
+        self._copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """A lock for each run: the later of two reads must be the one that stays."""
 
     @asynccontextmanager
     async def staying(self, run: Run, gpus: int) -> AsyncIterator[None]:
@@ -87,34 +89,43 @@ class Metering:
         if notes := [stay.note() for stay in self._stays.values()]:
             await self._store.commit(lambda: None, *notes)
 
-    async def copy(self, runs: Iterable[tuple[Run, RunDir]]) -> None:
-        """Copy what runs have counted, as their folders have it now."""
-        async with self._copying:
-            for run, folder in runs:
-                found = await asyncio.to_thread(read_usage, folder)
-                for part, days in found.items():
+    async def copy(self, run: Run, folder: RunDir, *, last: bool = False) -> None:
+        """Copy what a run has counted, as its folder has it now.
+
+        ``last``: the folder goes, so sqlite3.Error is raised where another try may succeed.
+        """
+        async with self._copying.setdefault(run.id, asyncio.Lock()):
+            found = await asyncio.to_thread(read_usage, folder, last=last)
+            for part, days in found.items():
+                try:
                     await self._replace(run.id, part, days)
+                except sqlite3.Error as error:
+                    if last:
+                        raise
+                    log.warning("the bill of the run %s cannot be stored: %s", run.id, error)
 
     async def _replace(self, run: str, part: str, days: Days) -> None:
         values = (run, part)
-        sums = "COALESCE(SUM(sampled_tokens), 0), COALESCE(SUM(calls), 0), COUNT(*)"
-        sql = f"SELECT {sums} FROM usage WHERE run = ? AND part = ?"
-        ((sampled, calls, rows),) = await self._store.read(sql, values)
-        new = sum(days.values(), Usage())
-        if part != TRAINER and (new.calls < calls or new.sampled_tokens < sampled):
-            # A journal never forgets what it has counted, unless something has damaged it.
+        sql = f"SELECT day, {', '.join(_NAMES)} FROM usage WHERE run = ? AND part = ?"
+        stored = {day: Usage(*row) for day, *row in await self._store.read(sql, values)}
+        if days == stored:
+            return
+        old, new = (sum(each.values(), Usage()) for each in (stored, days))
+        if any(getattr(new, name) < getattr(old, name) for name in _GROWING):
+            # Neither a journal nor the steps forget what they have counted, unless something has
+            # damaged them.
             log.error("the run %s has lost usage of %s: its bill keeps it", run, part)
             return
         put: list[SQL] = [
             (_USAGE, (run, part, day, *asdict(usage).values())) for day, usage in days.items()
         ]
         drop = ("DELETE FROM usage WHERE run = ? AND part = ?", values)
-        if statements := [*([drop] if rows else []), *put]:
-            await self._store.commit(lambda: None, *statements)
+        await self._store.commit(lambda: None, *([drop] if stored else []), *put)
 
-    async def close_account(self, account: str) -> None:
-        """Hide the bill of an account that is deleted from a later one of its name."""
-        await self._store.put_meta(f"closed {account}", time.time())
+    async def begin_account(self, account: str) -> None:
+        """Hide the bills of earlier accounts of a name from the one that is made."""
+        ((last,),) = await self._store.read("SELECT COALESCE(MAX(rowid), 0) FROM billed", ())
+        await self._store.put_meta(f"began {account}", last)
 
     async def bill(
         self, account: str | None, first: str, last: str, *, own: bool
@@ -123,18 +134,21 @@ class Metering:
 
         ``own``: without the runs of an earlier account of this name.
         """
-        await self._note()
-        after = -1.0
-        if own:
-            after = await self._store.meta(f"closed {account}") or after
-        sql = f"{_BILLED} WHERE (? IS NULL OR account = ?) AND created_at > ? ORDER BY created_at"
+        try:
+            await self._note()
+        except sqlite3.Error as error:
+            log.warning("the seconds of places cannot be noted: %s", error)
+        after = (await self._store.meta(f"began {account}") or 0) if own else 0
+        sql = f"{_BILLED} WHERE (? IS NULL OR account = ?) AND rowid > ? ORDER BY rowid"
         billed = await self._store.read(sql, (account, account, after))
         counted = await self._counted([row[0] for row in billed], first, last)
         accounts: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-        for run, name, experiment, trial, _ in billed:
+        for run, name, experiment, trial in billed:
             days = [{"day": day, **used} for day, used in sorted(counted[run].items())]
             view = {"id": run, "experiment": experiment, "trial": trial}
             view |= {"deleted": run not in self._store.runs, "total": total_of(days), "days": days}
+            if view["deleted"] and not days:
+                continue
             accounts[name].append(view)
         return [
             {"account": name, "total": total_of(run["total"] for run in runs), "runs": runs}
@@ -153,12 +167,15 @@ class Metering:
                 for name, number in numbers.items():
                     sums[name] += number
 
-        among = ("WHERE run IN (SELECT value FROM json_each(?))", (json.dumps(runs),))
-        usage = f"SELECT run, day, {', '.join(_NAMES)} FROM usage {among[0]}"
-        for run, day, *numbers in await self._store.read(usage, among[1]):
+        among, ids = "WHERE run IN (SELECT value FROM json_each(?))", json.dumps(runs)
+        usage = f"SELECT run, day, {', '.join(_NAMES)} FROM usage {among} AND day BETWEEN ? AND ?"
+        for run, day, *numbers in await self._store.read(usage, (ids, first, last)):
             add(run, day, **dict(zip(_NAMES, numbers, strict=True)))
-        stays = f"SELECT run, began_at, seconds, gpus FROM stays {among[0]}"
-        for run, began_at, seconds, gpus in await self._store.read(stays, among[1]):
+        stays = (
+            f"SELECT run, began_at, seconds, gpus FROM stays {among} "
+            "AND date(began_at, 'unixepoch') <= ? AND date(began_at + seconds, 'unixepoch') >= ?"
+        )
+        for run, began_at, seconds, gpus in await self._store.read(stays, (ids, last, first)):
             for day, part in _by_day(began_at, seconds):
                 add(run, day, place_seconds=part, gpu_seconds=part * gpus)
         return out

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from any_agent.cli.main import main
+from any_agent.rundir import usage
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.usage import ADD, TABLE, day_of
 from router.cloud.metering import _by_day
@@ -152,6 +153,106 @@ async def test_a_removal_that_is_cut_off_counts_once(
         await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
         await until(lambda: _gone(cloud, alice, run), "its end")
         assert (fails, (await total(cloud, alice))["sampled_tokens"]) == (0, 2)
+
+
+async def test_a_run_whose_journal_cannot_be_read_now_is_not_removed_before_it_is_billed(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.cloud.jobs._REMOVE_EVERY", 0.05)
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        count(cloud, run, ("2026-11-30", 20, 2))
+        read, fails = usage._of_journal, 3
+
+        def failing(path: Path) -> Any:
+            nonlocal fails
+            fails -= 1
+            if fails > 0:
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                raise error
+            return read(path)
+
+        monkeypatch.setattr(usage, "_of_journal", failing)
+        await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
+        await until(lambda: _gone(cloud, alice, run), "its end")
+        assert (fails, (await total(cloud, alice))["sampled_tokens"]) == (0, 2)
+
+
+async def test_a_damaged_journal_does_not_keep_the_files_of_a_deleted_run(
+    opening: Opening,
+) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        count(cloud, run, ("2026-11-30", 20, 2))
+        assert (await total(cloud, alice))["sampled_tokens"] == 2
+        RunDir(cloud.folder(run)).journal(0).write_bytes(b"damaged" * 1000)
+        await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
+        await until(lambda: _gone(cloud, alice, run), "its end")
+        assert (await total(cloud, alice))["sampled_tokens"] == 2
+
+
+async def test_an_account_that_is_made_anew_sees_no_bill_of_the_earlier_one(
+    opening: Opening,
+) -> None:
+    async with opening() as cloud:
+        made = await cloud.ask("POST", "/rl/v1/accounts", ADMIN, {"name": "alice"})
+        alice = made.json()["api_key"]
+        run = await cloud.run(alice, "secret-name")
+        count(cloud, run, ("2026-11-30", 20, 2))
+        await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
+        await until(lambda: _gone(cloud, alice, run), "its end")
+        # Its last key goes, and so the account, without being deleted.
+        await cloud.ask("DELETE", f"/rl/v1/accounts/alice/keys/{made.json()['id']}", ADMIN)
+        later = await cloud.account("alice")
+        assert (await cloud.ask("GET", USAGE, later)).json()["accounts"] == []
+        assert (await total(cloud, ADMIN))["sampled_tokens"] == 2
+
+
+async def test_lines_that_are_no_steps_and_a_file_that_shrank_change_no_bill(
+    opening: Opening,
+) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        metrics = RunDir(cloud.folder(run)).metrics
+        count(cloud, run, ("2026-11-30", 20, 2))
+        line = json.dumps({"step": 1, "time": 1795996800.0, "tokens": 40})
+        metrics.write_text(f'{line}\n[1]\n7\n{{"tokens": 3}}\n{{"step": 2, "tok')
+        assert (await total(cloud, alice))["trained_tokens"] == 40
+        metrics.write_text("[]\n")
+        assert (await total(cloud, alice))["trained_tokens"] == 40
+        metrics.unlink()
+        assert (await total(cloud, alice))["steps"] == 1
+
+
+async def test_days_without_usage_have_none_of_a_deleted_run(opening: Opening) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        count(cloud, run, ("2026-11-29", 20, 2), ("2026-11-30", 20, 2))
+        assert (await total(cloud, alice, "?from=2026-11-30"))["sampled_tokens"] == 2
+        await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
+        await until(lambda: _gone(cloud, alice, run), "its end")
+        answer = await cloud.ask("GET", f"{USAGE}?to=2026-11-28", alice)
+        assert answer.json()["accounts"] == []
+
+
+async def test_a_deletion_that_is_repeated_under_its_key_is_the_same_after_its_effect(
+    opening: Opening,
+) -> None:
+    async with opening() as cloud:
+        await cloud.account("alice")
+        once = {"Idempotency-Key": "delete-alice"}
+        path = "/rl/v1/accounts/alice"
+        # A cloud that was killed has revoked the keys, and stored no answer.
+        (await cloud.ask("DELETE", path, ADMIN)).raise_for_status()
+        assert (await cloud.ask("DELETE", path, ADMIN, **once)).status_code == 202
+        assert (await cloud.ask("DELETE", path, ADMIN)).status_code == 404
+        unknown = await cloud.ask("DELETE", "/rl/v1/accounts/bob", ADMIN, **once)
+        assert unknown.status_code == 404
 
 
 async def test_a_journal_that_has_lost_what_it_counted_lowers_no_bill(opening: Opening) -> None:
