@@ -24,6 +24,10 @@ RUNS = "/rl/v1/runs"
 ACCOUNTS = "/rl/v1/accounts"
 ONCE = {"Idempotency-Key": "once"}
 
+_CUT_OFF = (httpx.TransportError, AttributeError)
+"""What a request raises whose server is killed; the second is anyio's, of a socket that went as the
+connection was made."""
+
 
 async def test_each_change_of_a_run_has_one_effect_and_its_first_answer_over_a_restart(
     opening: Opening,
@@ -206,14 +210,14 @@ async def test_whenever_the_cloud_is_killed_a_repeated_request_has_one_effect(
             try:
                 headers = {**head, "Idempotency-Key": name}
                 return await http.post(ACCOUNTS, headers=headers, json={"name": name})
-            except httpx.TransportError:
+            except _CUT_OFF:
                 return None
 
     async def up() -> bool:
         async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
             try:
                 return (await http.get("/healthz")).is_success
-            except httpx.TransportError:
+            except _CUT_OFF:
                 return False
 
     process = _started(command, environ)
@@ -246,3 +250,16 @@ async def test_whenever_the_cloud_is_killed_a_repeated_request_has_one_effect(
 
 def _started(command: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environ)
+
+
+async def test_a_header_of_any_bytes_is_part_of_the_request(opening: Opening) -> None:
+    async with opening() as cloud:
+        key = await cloud.account("alice")
+        head = [
+            (b"Authorization", f"Bearer {key}".encode()),
+            (b"Idempotency-Key", b"once"),
+            (b"X-Any-Agent-Session", "ŝ".encode()),
+        ]
+        made = await cloud.http.post(RUNS, headers=head, json={"experiment": "exp"})
+        again = await cloud.http.post(RUNS, headers=head, json={"experiment": "exp"})
+        assert (made.status_code, again.content) == (201, made.content)
