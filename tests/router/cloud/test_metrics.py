@@ -69,7 +69,8 @@ async def test_refusals_and_ends_are_counted_by_code_and_reason(opening: Opening
         (cloud.folder(run)).mkdir(parents=True, mode=0o700)
         (cloud.folder(run) / "fails").touch()
         refused = await cloud.ask("GET", "/rl/v1/run", alice)
-        assert refused.json()["error"]["code"] == "run_starting"
+        code = refused.json()["error"]["code"]
+        assert code in ("run_queued", "run_starting"), "by how far it has come meanwhile"
 
         async def counted(reason: str) -> bool:
             samples = await scraped(cloud)
@@ -83,7 +84,7 @@ async def test_refusals_and_ends_are_counted_by_code_and_reason(opening: Opening
         await until(lambda: counted("quiet"), "the end of bob's")
         assert (await cloud.ask("GET", "/rl/v1/run", "sk-wrong")).status_code == 401
         samples = await scraped(cloud)
-        assert value(samples, "router_refusals_total", {"code": "run_starting"}) >= 1
+        assert value(samples, "router_refusals_total", {"code": code}) >= 1
         assert value(samples, "router_refusals_total", {"code": "invalid_api_key"}) == 1
         assert value(samples, "cloud_wait_seconds_count", {"outcome": "refused"}) >= 1
 
