@@ -100,10 +100,13 @@ def _next_messages(tree: InteractionTree) -> dict[str, list[list[Message]]]:
     """Return what users and tools said to each answer before the next one, by the answer's id.
 
     Several continuations with the same messages, such as the choices of one call, count once. A
-    branch continues the answer before its new messages, though its tokens do not.
+    branch continues the answer before its new messages, though its tokens do not: also under
+    another system prompt or with other tools, if its role has one answer alone after the same
+    messages.
     """
     keys: dict[str, bytes] = {}
     latest: dict[bytes, str] = {}
+    by_messages: dict[tuple[str, bytes], str | None] = {}
     said: defaultdict[str, dict[bytes, list[Message]]] = defaultdict(dict)
     for call in tree:
         before, added = call.parent_id, call.message_delta
@@ -114,13 +117,15 @@ def _next_messages(tree: InteractionTree) -> dict[str, list[list[Message]]]:
             own = chain_keys([*added, call.output_message], None)
             for end in range(len(added), 0, -1):
                 key = own[end - 1]
-                before = latest.get(key) or latest.get(key_parts(key)[0])
-                if before is not None:
+                alike = (call.role, key_parts(key)[0])
+                if key in latest or alike in by_messages:
+                    before = latest.get(key) or by_messages[alike]
                     added = added[end:]
                     break
         keys[call.id] = own[-1]
-        # Also by its messages alone: a branch may have another system prompt, or other tools.
-        latest[own[-1]] = latest[key_parts(own[-1])[0]] = call.id
+        latest[own[-1]] = call.id
+        alike = (call.role, key_parts(own[-1])[0])
+        by_messages[alike] = None if alike in by_messages else call.id
         answers = takewhile(lambda message: message.get("role") != "assistant", added)
         new = [message for message in answers if message.get("role") in _REPLIERS]
         if before is not None and new:

@@ -138,6 +138,16 @@ def named_rewards(row: SessionRow, history: Iterable[RewardRow]) -> dict[str, fl
     return sums
 
 
+def require_room(given: int) -> None:
+    """Raise Unprocessable if a session has no room for so many rewards."""
+    if given > MAX_GIVEN:
+        raise Unprocessable(
+            f"the session would have {given} rewards, revisions included, and {MAX_GIVEN} is the "
+            "most; it takes no more",
+            code="too_many_rewards",
+        )
+
+
 class RewardBook:
     """Rewards of one rank's sessions."""
 
@@ -274,11 +284,7 @@ class RewardBook:
                     raise judge_only(session.row, "revise its own rewards of")
                 if parts and not judged and not _by_agent(by):
                     known, before = {}, None
-            if given >= MAX_GIVEN:
-                raise Unprocessable(
-                    f"the session was given {given} rewards, revisions included; it takes no more",
-                    code="too_many_rewards",
-                )
+            require_room(given + 1)
             if before is not None:
                 # A reward from before histories were kept.
                 known = known or {None: before}
