@@ -8,7 +8,7 @@ from pathlib import Path
 from any_agent.errors import StartupError
 from any_agent.runtime.atomic_files import create_empty, fsync
 
-VERSION = 4
+VERSION = 5
 TABLES = """
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, lane TEXT NOT NULL, mode TEXT NOT NULL,
