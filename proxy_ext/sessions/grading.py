@@ -26,7 +26,7 @@ from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
 from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, WorkerTimeout
 from any_agent.types import Interaction, Message
-from proxy_ext.sessions.rewards import FEEDBACK, NO_PARTS, Parts, parts_of
+from proxy_ext.sessions.rewards import FEEDBACK, NO_PARTS, Parts, parts_of, without_words
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 
@@ -39,11 +39,12 @@ class GraderFailed(Exception):
 
 
 async def graded_session(
-    sessions: SessionStore, session: RecordedSession, *, deltas: bool = False
+    sessions: SessionStore, session: RecordedSession, *, deltas: bool = False, texts: bool = True
 ) -> dict[str, Any]:
-    """Return a session as graders get it, see :func:`graded`."""
+    """Return a session as graders get it, see :func:`graded`; users' words only if wanted."""
     row = session.row
-    rewards = [asdict(one) for one in await sessions.journal.rewards(row.id)]
+    history = await sessions.journal.rewards(row.id)
+    rewards = [asdict(one) for one in (history if texts else without_words(history))]
     await sessions.load(session)
     # In a thread, and of its own: an open session may get more calls meanwhile.
     tree = InteractionTree.from_interactions(session.tree)
@@ -133,8 +134,11 @@ def _next_messages(tree: InteractionTree) -> dict[str, list[list[Message]]]:
     return {id: [*each.values()] for id, each in said.items()}
 
 
-async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
-    """Return :class:`any_agent.protocol.rl.SessionContent` as JSON, for graders elsewhere.
+async def content_of(
+    sessions: SessionStore, session: RecordedSession, *, texts: bool = True
+) -> bytes:
+    """Return :class:`any_agent.protocol.rl.SessionContent` as JSON, for graders elsewhere; users'
+    words only if wanted.
 
     It has deltas: with whole conversations a long session would come to many times its size.
     Conflict if the content is not stored here.
@@ -151,7 +155,7 @@ async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
             "this run stores no texts (sessions.store_content), so there is nothing to grade",
             code="content_not_stored",
         )
-    content = await graded_session(sessions, session, deltas=True)
+    content = await graded_session(sessions, session, deltas=True, texts=texts)
     return await asyncio.to_thread(orjson.dumps, content)
 
 

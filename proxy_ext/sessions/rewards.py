@@ -117,6 +117,11 @@ def _by_agent(by: str) -> bool:
     return by == _AGENT or by.startswith(f"{_AGENT}: ")
 
 
+def without_words(history: Iterable[RewardRow]) -> list[RewardRow]:
+    """Return a history as the agent of a session that others reward may read it."""
+    return [replace(given, text=None) for given in history if given.value is not None]
+
+
 def named_rewards(row: SessionRow, history: Iterable[RewardRow]) -> dict[str, float]:
     """Return the sum of each named part over a session's rewards, from their whole history.
 
@@ -236,7 +241,7 @@ class RewardBook:
             rewards = await self._sessions.journal.rewards(session.id, last=_MAX_SHOWN)
             _, given = await self._sessions.journal.reward_parts(session.id, None)
         if not texts:
-            rewards = [replace(given, text=None) for given in rewards if given.value is not None]
+            rewards = without_words(rewards)
         shown = [RewardEntry(**asdict(reward)) for reward in rewards]
         return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=given)
 

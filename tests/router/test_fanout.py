@@ -228,7 +228,7 @@ def test_a_rank_that_is_away_is_asked_for_the_same_again() -> None:
     [
         ((404, 404), 404, "no_known_task"),
         ((404, 503), 503, "engine_unavailable"),
-        ((404, None), 503, "unavailable"),
+        ((404, None), 503, "service_unavailable"),
         ((403, 404), 403, "forbidden"),
     ],
 )
