@@ -47,6 +47,7 @@ from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.sessions.task_advice import TaskAdvice
 from proxy_ext.web.quotas import TenantQuotas
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class RankService:
         sessions.metered = config.server.lane_tag is not None
         self.run = run = RunState(config, engine, journal, training=training)
         self.rewards = RewardBook(sessions)
+        self.task_advice = TaskAdvice(journal, config)
         self.archive = Archiver(
             sessions,
             run_dir.archive,

@@ -80,14 +80,24 @@ class FanOut:
 
     async def next_task(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """Answer with the task to run next by what all ranks know; a header names the ranks whose
-        part is missing. A rank that knows no task refuses, and has no part."""
+        part is missing. A rank that knows no task refuses, and has no part.
+
+        ServiceUnavailable if no rank knows one and not all were asked.
+        """
         answers = await self._ask_all(request, b"")
         known = _successes(answers)
-        refusal = refusal_of(answers)
-        if not known and refusal is not None:
-            return await self._forwarder.answer_with(request, refusal)
-        facts = merged(NextTask.model_validate(answer).candidates for answer in known.values())
         refused = [rank for rank, answer in answers.items() if answer.status == 404]
+        if not known:
+            others = {rank: one for rank, one in answers.items() if rank not in refused}
+            refusal = refusal_of(others) if others else None
+            if refusal is None and (missing := self._missing(refused)):
+                raise ServiceUnavailable(
+                    "the ranks that are up know no task, and these are away: "
+                    f"{', '.join(map(str, missing))}; name the tasks to choose from, or try again",
+                    retry_after=2,
+                )
+            return await self._forwarder.answer_with(request, refusal or answers[min(refused)])
+        facts = merged(NextTask.model_validate(answer).candidates for answer in known.values())
         headers = self._headers([*known, *refused])
         data = draw(facts).model_dump(mode="json")
         return await self._forwarder.replies.json(request, data, headers=headers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from any_agent.protocol.rl import SessionLine
 from any_agent.protocol.tasks import MOST_RESTS, JudgedGroup, NextTask, TaskFacts
@@ -20,15 +20,20 @@ _DULL = ("zero_variance", "untrainable")
 
 
 def facts_of(
-    task_id: str, sessions: Iterable[SessionLine], *, keeps_alike: bool = False
+    task_id: str,
+    sessions: Iterable[SessionLine],
+    *,
+    keeps_alike: bool = False,
+    unscored: Container[str] = (),
 ) -> TaskFacts:
     """Return what a task's sessions tell; ``keeps_alike``: steps also take groups that scored
-    alike."""
-    groups: defaultdict[str, list[SessionLine]] = defaultdict(list)
+    alike; ``unscored`` has the ids of sessions whose score is not their reward."""
+    groups: defaultdict[tuple[str | None, str], list[SessionLine]] = defaultdict(list)
     for session in (own := [one for one in sessions if one.mode == "train"]):
-        groups[session.group_id or session.session_id].append(session)
+        # A group's id is its tenant's.
+        groups[session.tenant, session.group_id or session.session_id].append(session)
     rewards = [session.reward for session in own if session.reward is not None]
-    judged = [_judged(members, keeps_alike) for members in groups.values()]
+    judged = [_judged(members, keeps_alike, unscored) for members in groups.values()]
     return _facts(task_id, len(own), rewards, [one for one in judged if one is not None])
 
 
@@ -47,13 +52,18 @@ def draw(candidates: Sequence[TaskFacts]) -> NextTask:
     return NextTask(**chosen.model_dump(), candidates=list(candidates))
 
 
-def _judged(members: Sequence[SessionLine], keeps_alike: bool) -> JudgedGroup | None:
-    """Return what the trainer made of a group; None before it has decided."""
+def _judged(
+    members: Sequence[SessionLine], keeps_alike: bool, unscored: Container[str]
+) -> JudgedGroup | None:
+    """Return what the trainer made of a group; None before it has decided, or if that is not
+    known."""
     trained = any(session.state == "trained" for session in members)
     if not trained and not any(session.reason in _DULL for session in members):
         return None
-    if keeps_alike and len(members) > 1:
-        trained = trained and len({session.reward for session in members}) > 1
+    if keeps_alike and trained and len(members) > 1:
+        if any(session.session_id in unscored for session in members):
+            return None
+        trained = len({session.reward or 0.0 for session in members}) > 1
     return JudgedGroup(at=max(session.created_at for session in members), taught=trained)
 
 

@@ -99,6 +99,7 @@ class SessionFilter:
     created_after: float | None = None
     """The earliest opening, seconds since the epoch."""
     created_before: float | None = None
+    mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from proxy_ext.journal import (
 )
 from proxy_ext.journal.base import NO_PLACE, KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
-from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook, author, judge_only
+from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook, author, judge_only, require_room
 from proxy_ext.sessions.session import RecordedSession, abort_calls
 from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
@@ -209,6 +209,7 @@ class SessionEnder:
                 call = session.tree[id]
                 given, own[id] = await self._rewards.combine(session, call, parts, by=by)
                 rewards += given
+            require_room(len(rewards))
             await self._close(session, ended(row, state, reason), rewards, no_receipt)
             for id, reward in own.items():
                 session.tree[id].reward = reward
@@ -296,7 +297,9 @@ class SessionEnder:
                 row = replace(row, state=SessionState.REJECTED, reason=_VETO)
             awaiting = row.state is SessionState.AWAITING_REWARD
             # Also answers that are still being sent: the session does not wait for their clients.
-            unsent = unreceived(session, for_good=not awaiting)
+            # An answer that these rewards name counts as used, as after any other reward.
+            named = {reward.interaction_id for reward in rewards}
+            unsent = [i for i in unreceived(session, for_good=not awaiting) if i.id not in named]
             until = row.awaits_until or 0.0
             statements: list[Statement] = [
                 *rewards,

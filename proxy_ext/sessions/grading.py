@@ -26,7 +26,7 @@ from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
 from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, WorkerTimeout
 from any_agent.types import Interaction, Message
-from proxy_ext.sessions.rewards import FEEDBACK, NO_PARTS, Parts, parts_of
+from proxy_ext.sessions.rewards import FEEDBACK, NO_PARTS, Parts, parts_of, without_words
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 
@@ -39,11 +39,12 @@ class GraderFailed(Exception):
 
 
 async def graded_session(
-    sessions: SessionStore, session: RecordedSession, *, deltas: bool = False
+    sessions: SessionStore, session: RecordedSession, *, deltas: bool = False, texts: bool = True
 ) -> dict[str, Any]:
-    """Return a session as graders get it, see :func:`graded`."""
+    """Return a session as graders get it, see :func:`graded`; users' words only if wanted."""
     row = session.row
-    rewards = [asdict(one) for one in await sessions.journal.rewards(row.id)]
+    history = await sessions.journal.rewards(row.id)
+    rewards = [asdict(one) for one in (history if texts else without_words(history))]
     await sessions.load(session)
     # In a thread, and of its own: an open session may get more calls meanwhile.
     tree = InteractionTree.from_interactions(session.tree)
@@ -100,10 +101,13 @@ def _next_messages(tree: InteractionTree) -> dict[str, list[list[Message]]]:
     """Return what users and tools said to each answer before the next one, by the answer's id.
 
     Several continuations with the same messages, such as the choices of one call, count once. A
-    branch continues the answer before its new messages, though its tokens do not.
+    branch continues the answer before its new messages, though its tokens do not: also under
+    another system prompt or with other tools, if its role has one answer alone after the same
+    messages.
     """
     keys: dict[str, bytes] = {}
     latest: dict[bytes, str] = {}
+    by_messages: dict[tuple[str, bytes], str | None] = {}
     said: defaultdict[str, dict[bytes, list[Message]]] = defaultdict(dict)
     for call in tree:
         before, added = call.parent_id, call.message_delta
@@ -114,13 +118,15 @@ def _next_messages(tree: InteractionTree) -> dict[str, list[list[Message]]]:
             own = chain_keys([*added, call.output_message], None)
             for end in range(len(added), 0, -1):
                 key = own[end - 1]
-                before = latest.get(key) or latest.get(key_parts(key)[0])
-                if before is not None:
+                alike = (call.role, key_parts(key)[0])
+                if key in latest or alike in by_messages:
+                    before = latest.get(key) or by_messages[alike]
                     added = added[end:]
                     break
         keys[call.id] = own[-1]
-        # Also by its messages alone: a branch may have another system prompt, or other tools.
-        latest[own[-1]] = latest[key_parts(own[-1])[0]] = call.id
+        latest[own[-1]] = call.id
+        alike = (call.role, key_parts(own[-1])[0])
+        by_messages[alike] = None if alike in by_messages else call.id
         answers = takewhile(lambda message: message.get("role") != "assistant", added)
         new = [message for message in answers if message.get("role") in _REPLIERS]
         if before is not None and new:
@@ -128,8 +134,11 @@ def _next_messages(tree: InteractionTree) -> dict[str, list[list[Message]]]:
     return {id: [*each.values()] for id, each in said.items()}
 
 
-async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
-    """Return :class:`any_agent.protocol.rl.SessionContent` as JSON, for graders elsewhere.
+async def content_of(
+    sessions: SessionStore, session: RecordedSession, *, texts: bool = True
+) -> bytes:
+    """Return :class:`any_agent.protocol.rl.SessionContent` as JSON, for graders elsewhere; users'
+    words only if wanted.
 
     It has deltas: with whole conversations a long session would come to many times its size.
     Conflict if the content is not stored here.
@@ -146,7 +155,7 @@ async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
             "this run stores no texts (sessions.store_content), so there is nothing to grade",
             code="content_not_stored",
         )
-    content = await graded_session(sessions, session, deltas=True)
+    content = await graded_session(sessions, session, deltas=True, texts=texts)
     return await asyncio.to_thread(orjson.dumps, content)
 
 

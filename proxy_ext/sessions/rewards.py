@@ -117,6 +117,11 @@ def _by_agent(by: str) -> bool:
     return by == _AGENT or by.startswith(f"{_AGENT}: ")
 
 
+def without_words(history: Iterable[RewardRow]) -> list[RewardRow]:
+    """Return a history as the agent of a session that others reward may read it."""
+    return [replace(given, text=None) for given in history if given.value is not None]
+
+
 def named_rewards(row: SessionRow, history: Iterable[RewardRow]) -> dict[str, float]:
     """Return the sum of each named part over a session's rewards, from their whole history.
 
@@ -136,6 +141,16 @@ def named_rewards(row: SessionRow, history: Iterable[RewardRow]) -> dict[str, fl
                 if name is not None and (name in sums or len(sums) < _MAX_NAMES):
                     sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def require_room(given: int) -> None:
+    """Raise Unprocessable if a session has no room for so many rewards."""
+    if given > MAX_GIVEN:
+        raise Unprocessable(
+            f"the session would have {given} rewards, revisions included, and {MAX_GIVEN} is the "
+            "most; it takes no more",
+            code="too_many_rewards",
+        )
 
 
 class RewardBook:
@@ -226,7 +241,7 @@ class RewardBook:
             rewards = await self._sessions.journal.rewards(session.id, last=_MAX_SHOWN)
             _, given = await self._sessions.journal.reward_parts(session.id, None)
         if not texts:
-            rewards = [replace(given, text=None) for given in rewards if given.value is not None]
+            rewards = without_words(rewards)
         shown = [RewardEntry(**asdict(reward)) for reward in rewards]
         return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=given)
 
@@ -274,11 +289,7 @@ class RewardBook:
                     raise judge_only(session.row, "revise its own rewards of")
                 if parts and not judged and not _by_agent(by):
                     known, before = {}, None
-            if given >= MAX_GIVEN:
-                raise Unprocessable(
-                    f"the session was given {given} rewards, revisions included; it takes no more",
-                    code="too_many_rewards",
-                )
+            require_room(given + 1)
             if before is not None:
                 # A reward from before histories were kept.
                 known = known or {None: before}

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from any_agent.errors import VersionGone
-from any_agent.protocol.rl import Heartbeat, Rewards, SessionInfo
+from any_agent.protocol.rl import Heartbeat, Rewards, SessionInfo, SessionLine
 from any_agent.record import InteractionTree, count_calls, is_frozen
 from any_agent.runtime.boot_clock import seconds_since
 from any_agent.types import Interaction, SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
+from proxy_ext.journal.base import NumberedRow
 from proxy_ext.sessions import state_machine as lifecycle
 from proxy_ext.sessions.groups import public_id
 from proxy_ext.sessions.state_machine import Event
@@ -221,6 +222,19 @@ def public_fields(row: SessionRow) -> dict[str, Any]:
     same = {name: getattr(row, name) for name in _PUBLIC_FIELDS}
     group_id = public_id(row.group_id) if row.group_id else None
     return {"session_id": row.id, "mode": str(row.mode), "group_id": group_id, **same}
+
+
+def session_line(each: NumberedRow) -> SessionLine:
+    """Return a session as a line of a list of sessions."""
+    row = each.row
+    rewards = [r for r in (row.final_reward, each.interaction_reward) if r is not None]
+    return SessionLine(
+        **public_fields(row),
+        number=each.number,
+        interactions=each.interactions,
+        rewards_given=each.rewards_given if row.content == "stored" else each.rewards_given or None,
+        reward=sum(rewards) if rewards else None,
+    )
 
 
 def _roles(tree: InteractionTree) -> dict[str, int]:

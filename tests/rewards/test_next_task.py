@@ -93,6 +93,21 @@ def test_where_steps_take_groups_that_scored_alike_their_rewards_judge() -> None
     assert facts_of("t", alone, keeps_alike=True).verdict == "teaches"
 
 
+def test_a_group_whose_score_is_not_its_reward_is_not_judged_by_it() -> None:
+    same = [line(n, "g", 1.0, **TRAINED) for n in (1, 0)]
+    unscored = {same[0].session_id}
+    assert facts_of("t", same, keeps_alike=True, unscored=unscored).verdict == "unknown"
+    assert facts_of("t", same, unscored=unscored).verdict == "teaches"
+
+
+def test_groups_of_two_tenants_with_one_name_are_two() -> None:
+    lines = [
+        line(n, "g", 1.0, tenant=tenant, **what)
+        for n, (tenant, what) in enumerate([("a", ALIKE), ("b", TRAINED), (None, ALIKE)])
+    ]
+    assert [one.taught for one in facts_of("t", lines).latest_groups] == [False, True, False]
+
+
 def test_evaluations_tell_nothing() -> None:
     facts = facts_of("t", [line(1, None, 1.0, mode="eval", state="evaluated")])
     assert (facts.sessions, facts.rewards, facts.mean_reward) == (0, 0, None)

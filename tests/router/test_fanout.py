@@ -221,3 +221,26 @@ def test_a_rank_that_is_away_is_asked_for_the_same_again() -> None:
     shown, places = newest({0: lines}, {0: 2}, {0: 4, 1: 7}, 9)
     assert [each["number"] for each in shown] == [3, 2]
     assert places == {0: 2, 1: 7}
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "code"),
+    [
+        ((404, 404), 404, "no_known_task"),
+        ((404, 503), 503, "engine_unavailable"),
+        ((404, None), 503, "service_unavailable"),
+        ((403, 404), 403, "forbidden"),
+    ],
+)
+async def test_no_rank_knows_a_task_only_if_all_say_so(
+    pair: Lab, answers: tuple[int | None, ...], status: int, code: str
+) -> None:
+    codes = {404: "no_known_task", 503: "engine_unavailable", 403: "forbidden"}
+    for number, answer in enumerate(answers):
+        if answer is None:
+            await away(pair, number)
+        else:
+            error = {"error": {"code": codes[answer]}}
+            pair.ranks[number].handler = says(error, status=answer)
+    response = await pair.get("/rl/v1/tasks/next")
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Body, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.auth.access import Scope
 from any_agent.errors import NotFound
 from any_agent.protocol.rl import (
     Abort,
@@ -166,7 +165,7 @@ async def get_session(
     """Return the record of a session: the caller's own, or any for the operator."""
     session = await service.auth.session(request, session_id)
     # A judge's words may have the answer.
-    texts = not (caller.scope is Scope.SESSION and is_agent(session.row, caller))
+    texts = not is_agent(session.row, caller)
     return await service.rewards.history(session, texts=texts)
 
 
@@ -176,7 +175,9 @@ async def get_content(session_id: str, request: Request, service: Anyone, caller
     session = await service.auth.session(request, session_id)
     # Its metadata may have the answer.
     require_judge(session.row, caller, "read the record of")
-    return Response(await content_of(service.sessions, session), media_type="application/json")
+    texts = not is_agent(session.row, caller)
+    content = await content_of(service.sessions, session, texts=texts)
+    return Response(content, media_type="application/json")
 
 
 @router.post("/sessions/{session_id}/heartbeat")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -16,20 +15,14 @@ from any_agent.protocol.tasks import AskNextTask, NextTask
 from any_agent.protocol.training import ExportTrajectories
 from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
-from any_agent.rewards.next_task import draw, facts_of
+from any_agent.rewards.next_task import draw
 from any_agent.types import SessionState, Trajectory
 from proxy_ext.api.rl.strict_body import Anyone, StrictRoute, Who
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
-from proxy_ext.journal.base import EXPORT_OWNER, NumberedRow, SessionFilter
+from proxy_ext.journal.base import EXPORT_OWNER, SessionFilter
 from proxy_ext.sessions.groups import group_key
-from proxy_ext.sessions.session import public_fields
+from proxy_ext.sessions.session import session_line
 from proxy_ext.web.exchange import JSONResponse
-
-_LATEST = 1000
-"""Sessions that are looked at where no task is named."""
-_GROUPS_OF_TASK, _MOST_OF_TASK = 4, 256
-"""Groups of each named task that are looked at, if they have the usual size, and sessions at
-most."""
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
 
@@ -65,20 +58,8 @@ async def list_sessions(
     headers = {}
     if page.before is not None:
         headers[AFTER_HEADER] = write_places({service.rank: page.before})
-    lines = [_line(each).model_dump(mode="json") for each in page.rows]
+    lines = [session_line(each).model_dump(mode="json") for each in page.rows]
     return JSONResponse(lines, headers=headers)
-
-
-def _line(each: NumberedRow) -> SessionLine:
-    row = each.row
-    rewards = [r for r in (row.final_reward, each.interaction_reward) if r is not None]
-    return SessionLine(
-        **public_fields(row),
-        number=each.number,
-        interactions=each.interactions,
-        rewards_given=each.rewards_given if row.content == "stored" else each.rewards_given or None,
-        reward=sum(rewards) if rewards else None,
-    )
 
 
 @router.get("/tasks/next")
@@ -89,28 +70,16 @@ async def next_task(
 
     It is drawn at random: a task whose last group taught nothing (its sessions scored alike, or
     none could be trained on) half as often, after two or three in a row a quarter or an eighth as
-    often. A tenant's key has the tenant's own sessions in view.
+    often. A tenant's key has the tenant's own sessions in view. An answer may be a second old.
     """
-    page, names = service.journal.page, list(dict.fromkeys(query.task_id))
-    lines: dict[str, list[SessionLine]] = {name: [] for name in names}
-    each = min(_GROUPS_OF_TASK * service.config.sessions.group_size, _MOST_OF_TASK)
-    if names:
-        wanted = [SessionFilter(task_id=name, tenant=caller.tenant) for name in names]
-        pages = await asyncio.gather(*(page(one, before=None, limit=each) for one in wanted))
-    else:
-        latest = SessionFilter(tenant=caller.tenant)
-        pages = [await page(latest, before=None, limit=_LATEST)]
-    for line in (_line(one) for found in pages for one in found.rows):
-        if line.task_id is not None and line.mode == "train":
-            lines.setdefault(line.task_id, []).append(line)
-    if not lines:
+    facts = await service.task_advice.facts(query.task_id, caller.tenant)
+    if not facts:
         raise NotFound(
             "no train session that this key may see has a task_id: name the tasks to choose from, "
             "as ?task_id=a&task_id=b",
             code="no_known_task",
         )
-    keeps = service.config.train.dynamic_sampling == "keep"
-    return draw([facts_of(name, found, keeps_alike=keeps) for name, found in lines.items()])
+    return draw(facts)
 
 
 class Exported(BaseModel):

@@ -12,6 +12,7 @@ from any_agent.auth.key_store import create_key
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import InvalidRequest, NotFound
 from any_agent.protocol.training import Rejection
+from proxy_ext.sessions import task_advice
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.errors import fails_with
 from tests.support.proxy import Proxy
@@ -39,6 +40,13 @@ async def judge(proxy: Proxy, ids: list[str], *, taught: bool) -> None:
     alike = [] if taught else [Rejection(session_id=id, reason="zero_variance") for id in ids]
     trained = ids if taught else []
     await proxy.client.ack(owner="trainer", trained=trained, rejected=alike, step=1)
+
+
+@pytest.fixture(autouse=True)
+def fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is read anew, but in tests of those that are kept."""
+    if "kept" not in request.node.name:
+        monkeypatch.setattr(task_advice, "KEPT_SECONDS", 0.0)
 
 
 async def facts(client: RLClient, *tasks: str) -> dict[str, tuple[str, float, int, float | None]]:
@@ -107,3 +115,68 @@ async def test_a_tenant_has_its_own_sessions_in_view(start: Start) -> None:
     assert told(await ask(bob, task_id="secret")) == {"secret": ("unknown", 0)}
     session = (await proxy.post("/rl/v1/start_session", {"task_id": "secret"}, alice)).json()
     assert (await ask(session["api_key"])).status_code == 403
+
+
+async def test_evaluations_take_no_place_of_train_sessions(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_advice, "_PAGE", 2)
+    proxy = await start(admit=100)
+    await judge(proxy, await group(proxy, "t", 1, 1), taught=False)
+    for _ in range(3):
+        session = await proxy.open(mode="eval", task_id="t")
+        await proxy.complete(session["api_key"])
+    known = {"t": ("taught_nothing", 0.5, 2, 1.0)}
+    assert await facts(proxy.client, "t") == known
+    assert await facts(proxy.client) == known
+
+
+async def test_all_tasks_share_a_bounded_number_of_sessions(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_advice, "_MOST", 4)
+    monkeypatch.setattr(task_advice, "_PAGE", 3)
+    proxy = await start(admit=100)
+    for task in ("a", "b"):
+        await group(proxy, task, 0, 1, 2)
+    seen = {name: one[2] for name, one in (await facts(proxy.client, "a", "b")).items()}
+    assert seen == {"a": 2, "b": 2}
+
+
+async def test_facts_are_kept_a_moment_for_each_caller_and_a_bounded_number_of_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_advice, "KEPT_SECONDS", 3600.0)
+    monkeypatch.setattr(task_advice, "_MOST_KEPT", 2)
+    proxy = await start(admit=100)
+    advice = proxy.service.task_advice
+    empty = await advice.facts(["t"], None)
+    await group(proxy, "t", 0, 1)
+    assert await advice.facts(["t"], None) == empty, "no read in between"
+    assert [one.sessions for one in await advice.facts(["t", "t"], "alice")] == [0]
+    assert [one.sessions for one in await advice.facts([], None)] == [2]
+    assert len(advice._kept) == 2
+    # The oldest one has made room.
+    assert [one.sessions for one in await advice.facts(["t"], None)] == [2]
+
+
+async def test_where_steps_take_all_groups_rewards_of_calls_leave_the_verdict_open(
+    start: Start,
+) -> None:
+    """Their mean is the score, not their sum."""
+    proxy = await start("train.dynamic_sampling=keep", admit=100)
+    await judge(proxy, await group(proxy, "final", 1, 1), taught=True)
+    ids = []
+    for calls in (1, 2):
+        session = await proxy.open(task_id="calls", group_size=2)
+        for n in range(calls):
+            await proxy.complete(session["api_key"], [{"role": "user", "content": f"{n}"}])
+        await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
+        await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+        ids.append(session["session_id"])
+    assert len(await proxy.lease()) == 2
+    await judge(proxy, ids, taught=True)
+    assert {name: one[0] for name, one in (await facts(proxy.client)).items()} == {
+        "final": "taught_nothing",
+        "calls": "unknown",
+    }

@@ -221,6 +221,32 @@ async def test_an_agent_gives_its_judge_no_words_and_reads_none(start: Start) ->
     assert seen["judge"].text.count("Lisbon") == 2
 
 
+async def test_no_key_that_an_agent_has_too_reads_its_judges_words(start: Start) -> None:
+    grader = "sessions.grader=tests.support.graders.by_length"
+    judged = ("sessions.rewards=judge", "sessions.late_reward=grade", grader)
+    proxy = await start(ADMIN, *judged, admit=10)
+    tenant = create_key(run_dir_of(proxy.service.config).keys, "tenant", tenant="alice")[0]
+    session = (await proxy.post("/rl/v1/start_session", {}, tenant)).json()
+    await proxy.complete(session["api_key"])
+    given = {"session_id": session["session_id"], "text": "It is Lisbon.", "score": 0.5}
+    assert (await proxy.post(PATH, given)).status_code == 200
+    path = f"/rl/v1/sessions/{session['session_id']}"
+    for read in (path, f"{path}/content"):
+        seen = await proxy.http.get(read, headers={"authorization": f"Bearer {tenant}"})
+        assert seen.status_code == 200 and "Lisbon" not in seen.text, seen.text
+        assert "0.5" in seen.text
+        assert "Lisbon" in (await proxy.http.get(read)).text
+    # In the open mode every local program is the agent, too.
+    proxy = await start(admit=10)
+    session = await played(proxy, rewards="judge")
+    await give(proxy, session["judge_key"], text="It is Lisbon.")
+    path = f"/rl/v1/sessions/{session['session_id']}"
+    for read in (path, f"{path}/content"):
+        assert "Lisbon" not in (await proxy.http.get(read)).text
+        judges = {"authorization": f"Bearer {session['judge_key']}"}
+        assert "Lisbon" in (await proxy.http.get(read, headers=judges)).text
+
+
 async def test_where_both_reward_words_of_the_judge_leave_the_agents_reward(start: Start) -> None:
     proxy = await start(ADMIN, admit=10)
     session = await played(proxy, rewards="both")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from proxy_ext.sessions.delivery import DeliveryTracker
 from tests.support.proxy import HELLO, Proxy
-from tests.support.proxy_fixtures import Start
+from tests.support.proxy_fixtures import Restart, Start
 from tests.support.sessions import finalize, over
 
 GRADERS = "tests.support.graders"
@@ -187,6 +188,56 @@ async def test_rewards_of_calls_that_are_none_reject_the_session(
     now = await bad.graded()
     assert (now["state"], now["rewards_given"]) == ("rejected", 0)
     assert now["reason"].startswith("grader failed: "), now["reason"]
+
+
+async def test_a_rewarded_call_keeps_its_reward_where_its_delivery_was_not_marked(
+    start: Start, restart: Restart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died before the mark: as after set_reward, the call counts as used."""
+    settings = ("sessions.late_reward=grade", f"sessions.grader={GRADERS}.of_calls")
+    with monkeypatch.context() as patch:
+        patch.setattr(DeliveryTracker, "mark_delivered", lambda *_: None)
+        proxy = await restart(*settings, admit=100)
+        talk, first = await Talk.begin(proxy, metadata={"rewards": {"last": {"a": 0.5}}})
+        last = await talk.say([user("Another conversation.")])
+        await finalize(proxy, talk.session, await_reward=True, deadline=0.01)
+    proxy = await restart(*settings, admit=100)
+    now = await over(proxy, talk.session)
+    assert (now["state"], now["rewards"]) == ("finalized", {last: 0.5})
+    for _ in range(2):
+        stored = await proxy.recorded(talk.session["session_id"])
+        found = [(i.id, i.reward, i.untrainable_reason) for i in stored]
+        assert found == [(first, None, "undelivered"), (last, 0.5, None)]
+        proxy = await restart(*settings)
+    (trajectory,) = await proxy.lease()
+    assert [(i.reward, i.trainable) for i in trajectory.interactions] == [
+        (None, False),
+        (0.5, True),
+    ]
+    assert trajectory.named_rewards == {"a": 0.5}
+
+
+async def test_rewards_of_more_calls_than_a_session_has_room_for_reject_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy_ext.sessions.rewards.MAX_GIVEN", 1)
+    proxy = await grading(start, "of_calls")
+    talk, _ = await Talk.begin(proxy, metadata={"rewards": {"last": {"a": 1, "b": 0.5}}})
+    now = await talk.graded()
+    assert (now["state"], now["rewards_given"], now["rewards"]) == ("rejected", 0, {})
+
+
+async def test_two_agents_with_the_same_words_are_not_taken_for_each_other(proxy: Proxy) -> None:
+    """A branch is found by its messages alone only if one answer of its own role has them."""
+    talk = Talk(proxy, await proxy.open())
+
+    def system(text: str) -> dict[str, str]:
+        return {"role": "system", "content": text}
+
+    one, other = [await talk.say([system(who), *HELLO]) for who in ("You sell.", "You buy.")]
+    assert talk.after[one][1:] == talk.after[other][1:], "both said the same"
+    lost = await talk.say([system("Be kind."), *talk.after[one][1:], user("a")])
+    assert await talk.next_messages() == {one: [], other: [], lost: []}
 
 
 async def test_the_documented_example_grades(
