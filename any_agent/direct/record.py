@@ -16,6 +16,7 @@ from any_agent.completions.completer import Completer
 from any_agent.completions.parsed_request import ParseContext
 from any_agent.completions.prepare import with_request_parameter
 from any_agent.engine import InferenceEngine
+from any_agent.engine.base import adapter_names
 from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, SessionClosed
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
@@ -51,10 +52,14 @@ class DirectSession:
     async def completer(self) -> Completer:
         """Return the completer; EngineUnavailable if the engine cannot tell its context length."""
         if self._completer is None:
-            length = await self._find_length()
+            length, adapters = await self._find_length(), await adapter_names(self.engine)
             # Several first calls may have come this far.
             self._completer = self._completer or Completer(
-                self.engine, self.chat, context_length=length, keeps_cache=self.keeps_cache
+                self.engine,
+                self.chat,
+                context_length=length,
+                keeps_cache=self.keeps_cache,
+                adapters=adapters,
             )
         return self._completer
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
+from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
 T = TypeVar("T")
@@ -170,8 +171,19 @@ class RemoteEngine:
 
 
 async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResponse:
-    """Return the completion of one request; InvalidRequest if the prompt is not token ids."""
+    """Return the completion of one request.
+
+    InvalidRequest if the prompt is not token ids, and for an adapter: a row of the response would
+    be trained on as the model's own.
+    """
     request.require_ids()
+    if request.adapter is not None:
+        raise InvalidRequest(
+            f"agenerate samples the model alone, and the request names the adapter "
+            f"{request.adapter[:80]!a}: leave it out, or read the chunks of generate, which tell "
+            "what sampled",
+            param="adapter",
+        )
     ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
@@ -190,6 +202,13 @@ async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResp
                 request.tokenizer,
             )
     raise AssertionError("an engine's last chunk must have a stop reason")
+
+
+async def adapter_names(engine: Any) -> frozenset[str]:
+    """Return the names by which requests may ask an engine for an adapter; none if it tells
+    none."""
+    ask = getattr(engine, "adapter_names", None)
+    return frozenset() if ask is None else frozenset(await ask())
 
 
 class RunOnLoop(Protocol):
@@ -211,6 +230,12 @@ class CrossLoopEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         return await self._run(lambda engine: engine.agenerate(request))
+
+    async def adapter_names(self) -> frozenset[str]:
+        async def ask(engine: Any) -> frozenset[str]:
+            return await adapter_names(engine)
+
+        return await self._run(ask)
 
     async def generate(
         self, request: ModelRequest, *, stream: bool

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Self
 
-from any_agent.engine.base import Capabilities, InferenceEngine, RemoteEngine, agenerate
+from any_agent.engine.base import (
+    Capabilities,
+    InferenceEngine,
+    RemoteEngine,
+    adapter_names,
+    agenerate,
+)
 from any_agent.engine.kinds import open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import ConfigError, EngineUnavailable
@@ -150,6 +156,11 @@ class EnginePool:
                 raise ConfigError(f"{kind} has no method context_length: add one to the engine")
             each.append(int(await read()))
         return min(each)
+
+    async def adapter_names(self) -> frozenset[str]:
+        """Return the names of the adapters that every engine has."""
+        each = [await adapter_names(member.engine) for member in self._entered()]
+        return frozenset.intersection(*each)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Return the completion of a request; raises as :meth:`generate`."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import checkpoint_problem
@@ -130,12 +131,16 @@ def tensor_ends(path: Path) -> dict[str, int]:
 
     Raises ValueError for a file that is none, or is cut off.
     """
-    size = path.stat().st_size
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if 8 + length > size:
-            raise ValueError(f"it has {size} bytes, and its header alone is said to have {length}")
-        header = json.loads(file.read(length))
+        return tensor_ends_in(file, os.fstat(file.fileno()).st_size)
+
+
+def tensor_ends_in(file: BinaryIO, size: int) -> dict[str, int]:
+    """Return the same of an open file, or of its bytes in memory; ``size`` is how many it has."""
+    length = int.from_bytes(file.read(8), "little")
+    if 8 + length > size:
+        raise ValueError(f"it has {size} bytes, and its header alone is said to have {length}")
+    header = json.loads(file.read(length))
     try:
         ends = {k: v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"}
         whole = 8 + length + max(ends.values(), default=0)

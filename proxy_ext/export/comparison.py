@@ -45,6 +45,11 @@ class Comparison:
         )
 
 
+def not_comparable(adapter: str) -> str:
+    """Return why a call that an adapter sampled is left out."""
+    return f"sampled by the adapter {adapter}: other weights than the policy's, not comparable"
+
+
 def sampling_of(
     recorded: GenerationHyperparameters, arguments: argparse.Namespace
 ) -> GenerationHyperparameters:

@@ -23,7 +23,7 @@ from any_agent.record import InteractionTree, is_frozen, lacks_texts
 from any_agent.runtime.command_line import CommandParser, guarded, overrides_of, parse, printable
 from any_agent.types import Interaction, Message, ModelRequest
 from proxy_ext.archive.records import ArchiveRecord
-from proxy_ext.export.comparison import Comparison, sampling_of, shown_message
+from proxy_ext.export.comparison import Comparison, not_comparable, sampling_of, shown_message
 from proxy_ext.export.forced_logprobs import Progress, call_logprobs, load_forward
 from proxy_ext.export.reader import RunSessions, find_session, newest_session
 from proxy_ext.export.recorded_request import tools_of
@@ -51,6 +51,8 @@ class ReplayedCall:
     recorded: Message
     logprobs: list[float]
     comparison: Comparison | None
+    sampled_by: str | None = None
+    """The adapter that sampled it, which these weights lack: nothing is compared."""
     answer_ids: list[int] | None = None
     answer: Message | None = None
     problem: str | None = None
@@ -92,15 +94,16 @@ def replay(arguments: argparse.Namespace) -> int:
     source = _weights(arguments, config)
     tree = InteractionTree.from_interactions(c for c in record.interactions if not is_frozen(c))
     codec = words_of(None, source.weights.path, source.config.model)
-    if not len(tree):
+    if all("adapter" in node.request for node in tree):
         print(f"error: session {record.session['id']} has no call to compare", file=sys.stderr)
         return 1
     forward = load_forward(source, arguments.device)
     found = call_logprobs(tree, forward)
     calls = [_call(tree, node, k, found[node.id], codec) for k, node in enumerate(tree, 1)]
-    if not arguments.no_answers and calls:
+    asked = [call for call in calls if call.sampled_by is None]
+    if not arguments.no_answers and asked:
         with _engine(arguments, source) as engine:
-            asyncio.run(_answer(engine, tree, calls, arguments, codec))
+            asyncio.run(_answer(engine, tree, asked, arguments, codec))
     if arguments.json:
         print(json.dumps(_as_json(record, source, calls)))
     else:
@@ -213,6 +216,7 @@ def _call(
 ) -> ReplayedCall:
     recorded = node.output_logprobs.tolist()
     message = node.output_message
+    adapter = node.request.get("adapter")
     if lacks_texts(node):
         message = {"role": "assistant", "content": codec.decode(node.output_ids.tolist())}
     return ReplayedCall(
@@ -226,8 +230,10 @@ def _call(
         int((node.loss_mask() == 0).sum()) if node.trainable else 0,
         recorded,
         message,
-        now,
-        Comparison.of(recorded, now),
+        now if adapter is None else [],
+        Comparison.of(recorded, now) if adapter is None else None,
+        adapter,
+        problem=None if adapter is None else not_comparable(adapter),
     )
 
 
@@ -289,7 +295,7 @@ def message_of(
 
 
 def _whole(calls: Iterable[ReplayedCall]) -> Comparison | None:
-    each = list(calls)
+    each = [call for call in calls if call.sampled_by is None]
     recorded = [value for call in each for value in call.recorded_logprobs]
     return Comparison.of(recorded, [value for call in each for value in call.logprobs])
 
@@ -326,7 +332,8 @@ def _as_text(
             + (f"; untrained: {call.untrainable_reason}" if call.untrainable_reason else "")
             + (f"; {call.bound} of them decided by a grammar" if call.bound else "")
         )
-        yield f"logprobs  {_described(call.comparison, call.output_ids, codec)}"
+        if call.sampled_by is None:
+            yield f"logprobs  {_described(call.comparison, call.output_ids, codec)}"
         yield from shown_message("recorded", call.recorded)
         if call.problem is not None:
             yield f"now       no answer: {printable(call.problem)}"
@@ -336,7 +343,7 @@ def _as_text(
             yield from shown_message("now", call.answer)
     if len(calls) > 1:
         yield ""
-        ids = [id for call in calls for id in call.output_ids]
+        ids = [id for call in calls if call.sampled_by is None for id in call.output_ids]
         yield f"all calls {_described(_whole(calls), ids, codec)}"
         answered = [call for call in calls if call.answer_ids is not None]
         if answered:

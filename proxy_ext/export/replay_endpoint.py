@@ -31,7 +31,7 @@ from proxy_ext.export.answered_call import (
     unanswered,
     why_not,
 )
-from proxy_ext.export.comparison import sampling_of, shown_message
+from proxy_ext.export.comparison import not_comparable, sampling_of, shown_message
 from proxy_ext.export.endpoint import KEY_FROM, CallFailed, Endpoint
 from proxy_ext.export.forced_logprobs import Progress
 from proxy_ext.export.recorded_request import request_body
@@ -138,6 +138,10 @@ class EndpointReplay:
 
     async def _call(self, tree: InteractionTree, node: Interaction, call: AnsweredCall) -> None:
         gconfig, model = sampling_of(node.gconfig, self._arguments), self._arguments.other
+        if (adapter := node.request.get("adapter")) is not None:
+            call.problem = not_comparable(adapter)
+            self.problems["calls that an adapter sampled"] += 1
+            return
         try:
             answer = await self._endpoint.ask(lambda: request_body(tree, node, gconfig, model))
         except Unprocessable as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import openai
 import pytest
 import torch
 
-from any_agent import EngineOpenAI
+from any_agent import EngineOpenAI, RemoteSGLangEngine
 from any_agent.chat import ChatFormat
-from any_agent.engine import SGLangEngine
-from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.config import load_config
+from any_agent.engine import EnginePool, SGLangEngine, agenerate
+from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.model_loader import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
+from any_agent.errors import InvalidRequest
 from any_agent.record import InteractionTree
-from any_agent.types import Continuation, GenerationHyperparameters
+from any_agent.types import Continuation, GenerationHyperparameters, ModelRequest
 from tests.support.direct import HELLO, MODEL, MORE
+from tests.support.engine.adapters import by_peft, write_adapter
 from tests.support.engine.embedded import fresh_logprobs
 from tests.support.errors import fails_with
 from tests.support.other_weights import publish_other
@@ -215,3 +219,46 @@ def test_the_client_has_every_documented_method() -> None:
     cells = re.findall(r"^\| `([^|]*)` \| ", DOCUMENT.read_text(), re.M)
     names = {name.partition("(")[0] for cell in cells for name in cell.split("`, `")}
     assert names and not [name for name in names if not hasattr(EngineOpenAI, name)]
+
+
+@pytest.mark.parametrize("way", ["own", "pool", "url", "script"])
+async def test_a_model_that_is_an_adapter_samples_and_is_not_trained_on(
+    tiny_model_dir: Path, tmp_path: Path, chat: ChatFormat, way: str
+) -> None:
+    """Of an engine itself, of several as one, over HTTP, and of a script's engine."""
+    folder = str(write_adapter(tiny_model_dir, tmp_path / "ann"))
+    async with AsyncExitStack() as stack:
+        given: Any
+        if way == "script":
+            settings = load_config(None, [f"engine.adapters.ann={folder}", "engine.kind=embedded"])
+            given = RemoteSGLangEngine(settings)
+            stack.push_async_callback(asyncio.to_thread, given.close)
+            await asyncio.to_thread(given.initialize, model=str(tiny_model_dir), device="cpu")
+        else:
+            options = EngineOptions(adapters={"ann": folder})
+            given = EmbeddedEngine.load(str(tiny_model_dir), options)
+            if way == "pool":
+                given = EnginePool([given])
+            await stack.enter_async_context(given)
+        if way == "url":
+            server = EngineServer(given, incremental=True)
+            runner, port = await listen(server, "127.0.0.1", 0)
+            stack.push_async_callback(runner.cleanup)
+            given = SGLangEngine(f"http://127.0.0.1:{port}", decode=chat.decode)
+            stack.push_async_callback(given.close)
+        sampling = GenerationHyperparameters(max_new_tokens=6, temperature=1.0, seed=1)
+        client = EngineOpenAI(given, chat, mode="train", sampling=sampling)
+        for model in ("ann", "policy"):
+            await client.chat.completions.create(model=model, messages=list(HELLO))
+        adapted, own = client.interactions
+        prompt = adapted.prompt_delta_ids.tolist()
+        of_peft = fresh_logprobs(
+            by_peft(tiny_model_dir, Path(folder)), prompt, adapted.output_ids.tolist(), 1.0
+        )
+        assert (torch.from_numpy(adapted.output_logprobs) - of_peft).abs().max() < 1e-4
+        assert str(adapted.request["adapter"]).startswith("ann@")
+        assert (adapted.untrainable_reason, own.untrainable_reason) == ("adapter", None)
+        assert "adapter" not in own.request
+        with fails_with(InvalidRequest, "names the adapter 'ann'"):
+            asked = ModelRequest(input_ids=prompt, gconfig=sampling, adapter="ann")
+            await agenerate(given, asked) if way == "own" else await given.agenerate(asked)

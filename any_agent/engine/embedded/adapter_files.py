@@ -7,17 +7,18 @@ setting of peft's that this module does not know: the engine would leave out its
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from any_agent.config.base import NAME_PATTERN
 from any_agent.errors import ConfigError
-from any_agent.rundir.checksums import tensor_ends
+from any_agent.rundir.checksums import tensor_ends, tensor_ends_in
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -61,6 +62,36 @@ def check_adapter(name: str, folder: str | Path) -> AdapterConfig:
 
     Of the weights only the head of the file is read.
     """
+    what, path = _found(name, folder)
+    settings = _bytes(what, path / CONFIG)
+    try:
+        tensors = tensor_ends(path / WEIGHTS)
+    except (OSError, ValueError) as error:
+        raise _unreadable(what, path, error) from None
+    return _checked(what, path, settings, tensors)
+
+
+def read_adapter(name: str, folder: str | Path) -> AdapterFiles:
+    """Read an adapter's files; ConfigError as :func:`check_adapter`.
+
+    Each is read once, so that what is checked is what is served, whoever writes meanwhile.
+    """
+    what, path = _found(name, folder)
+    settings, weights = _bytes(what, path / CONFIG), _bytes(what, path / WEIGHTS)
+    try:
+        tensors = tensor_ends_in(io.BytesIO(weights), len(weights))
+    except ValueError as error:
+        raise _unreadable(what, path, error) from None
+    config = _checked(what, path, settings, tensors)
+    digest = hashlib.blake2b(settings, digest_size=8)
+    # Its length keeps the two files apart.
+    digest.update(len(settings).to_bytes(8, "little"))
+    digest.update(weights)
+    return AdapterFiles(config, weights, digest.hexdigest())
+
+
+def _found(name: str, folder: str | Path) -> tuple[str, Path]:
+    """Return the setting that names an adapter, and its folder, which has both files."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(
             f"{name[:80]!a} cannot be an adapter's name: it must be a letter or a digit, and up to "
@@ -74,13 +105,25 @@ def check_adapter(name: str, folder: str | Path) -> AdapterConfig:
             f"{what}: {path} lacks {' and '.join(missing)}; give a folder that peft wrote, such as "
             "the folder adapter in a checkpoint of train.lora"
         )
+    return what, path
+
+
+def _bytes(what: str, path: Path) -> bytes:
     try:
-        tensors = tensor_ends(path / WEIGHTS)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{what}: {path / WEIGHTS} cannot be read ({error}); write the adapter again"
-        ) from None
-    config = _config(what, path, _read(what, path / CONFIG))
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{what}: {path} cannot be read ({error})") from None
+
+
+def _unreadable(what: str, path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{what}: {path / WEIGHTS} cannot be read ({error}); write the adapter again"
+    )
+
+
+def _checked(what: str, path: Path, settings: bytes, tensors: Iterable[str]) -> AdapterConfig:
+    """Return the settings of an adapter of these bytes and tensors; ConfigError as above."""
+    config = _config(what, path, _object(what, path / CONFIG, settings))
     parts: dict[str, set[str]] = {}
     for tensor in tensors:
         match = _TENSOR.fullmatch(tensor)
@@ -98,21 +141,6 @@ def check_adapter(name: str, folder: str | Path) -> AdapterConfig:
     return config
 
 
-def read_adapter(name: str, folder: str | Path) -> AdapterFiles:
-    """Read an adapter's files; ConfigError as :func:`check_adapter`."""
-    path = Path(folder)
-    config = check_adapter(name, path)
-    try:
-        settings, weights = (path / CONFIG).read_bytes(), (path / WEIGHTS).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"engine.adapters.{name}: {path} cannot be read ({error})") from None
-    digest = hashlib.blake2b(settings, digest_size=8)
-    # Its length keeps the two files apart.
-    digest.update(len(settings).to_bytes(8, "little"))
-    digest.update(weights)
-    return AdapterFiles(config, weights, digest.hexdigest())
-
-
 def layer_of(tensor: str) -> tuple[str, str]:
     """Return the layer's name in the model, and A or B, for a tensor's name in the file."""
     match = _TENSOR.fullmatch(tensor)
@@ -120,10 +148,10 @@ def layer_of(tensor: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _read(what: str, path: Path) -> Mapping[str, Any]:
+def _object(what: str, path: Path, settings: bytes) -> Mapping[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        data = json.loads(settings)
+    except ValueError as error:
         raise ConfigError(f"{what}: {path} cannot be read as JSON ({error})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{what}: {path} is no JSON object")

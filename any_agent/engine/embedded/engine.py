@@ -225,6 +225,9 @@ class EmbeddedEngine:
         self._generations[request.rid] = generation
         return generation
 
+    async def adapter_names(self) -> frozenset[str]:
+        return frozenset(self.adapters)
+
     async def context_length(self) -> int:
         """Return how many tokens, prompt and output, a request may have."""
         return self.loaded.context_length

@@ -195,6 +195,11 @@ class SGLangEngine(RemoteEngine):
             )
         return int(length)
 
+    async def adapter_names(self) -> frozenset[str]:
+        """Return the names of an embedded engine's adapters; SGLang tells none of its own."""
+        told = (await self.info()).get("adapters") or ()
+        return frozenset(str(each).partition("@")[0] for each in told)
+
     async def slots(self) -> int | None:
         try:
             return slots_of(await self.server_info())

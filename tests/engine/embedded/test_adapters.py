@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.embedded import adapters
+from any_agent.engine.embedded import adapter_files, adapters
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.request import EngineRequest
 from any_agent.engine.embedded.server import EngineServer, listen
@@ -419,3 +420,27 @@ def test_all_layers_of_the_decoder_can_be_adapted(folders: dict[str, str]) -> No
 
     with safe_open(Path(folders["high"]) / "adapter_model.safetensors", framework="pt") as opened:
         assert {name.split(".")[-3] for name in opened.keys()} == set(ALL)  # noqa: SIM118
+
+
+def test_an_adapter_that_is_written_anew_meanwhile_is_served_as_it_was_checked(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other version's files come after each single read; settings and digest stay together."""
+    folder = write_adapter(tiny_model_dir, tmp_path / "a", seed=1, r=2, lora_alpha=2)
+    path = folder / adapter_files.CONFIG
+    old, real = path.read_bytes(), Path.read_bytes
+
+    def then_rewritten(file: Path) -> bytes:
+        data = real(file)
+        if file == path:
+            path.write_text(json.dumps(json.loads(old) | {"lora_alpha": 8}))
+        return data
+
+    before = adapter_files.read_adapter("a", folder)
+    monkeypatch.setattr(Path, "read_bytes", then_rewritten)
+    during = adapter_files.read_adapter("a", folder)
+    monkeypatch.undo()
+    after = adapter_files.read_adapter("a", folder)
+    assert during == before
+    assert (during.config.scaling, after.config.scaling) == (1.0, 4.0)
+    assert after.fingerprint != before.fingerprint

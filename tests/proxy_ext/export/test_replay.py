@@ -149,6 +149,39 @@ async def test_calls_are_compared_exactly_under_the_named_weights(
         assert mean > 0.01
 
 
+async def test_a_call_that_an_adapter_sampled_is_named_and_not_compared(
+    recorded: RunDir,
+    models: list[Path],
+    prompts: list[list[int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the policy's weights make of it would be of another model."""
+    rank = await Rank(recorded.path).start()
+    row = make_row("s-0-b", state=SessionState.TRAINED, ended_at=1700.0)
+    await rank.journal.commit(PutSession(row))
+    own = replace(call("own", None, prompts[0], models[0]), session_id="s-0-b")
+    of_adapter = replace(
+        call("ann", None, prompts[0], models[1]),
+        session_id="s-0-b",
+        request={"adapter": "ann@0011"},
+        untrainable_reason="adapter",
+    )
+    await rank.journal.commit(PutInteraction(of_adapter), PutInteraction(own))
+    await rank.stop()
+    assert await replay(recorded, "--version", "11", "--json", session="s-0-b") == 0
+    found = shown(capsys)
+    got = {one["interaction_id"]: one for one in found["calls"]}
+    assert "sampled by the adapter ann@0011" in got["ann"]["problem"]
+    assert got["ann"]["comparison"] is got["ann"]["answer_ids"] is got["ann"]["same"] is None
+    assert got["ann"]["logprobs"] == [] and got["own"]["answer_ids"]
+    # The adapter's would differ by more.
+    assert found["comparison"] == got["own"]["comparison"]
+    assert found["comparison"]["difference_max"] < 1e-4
+    assert await replay(recorded, "--version", "11", session="s-0-b") == 0
+    out = capsys.readouterr().out
+    assert "no answer: sampled by the adapter ann@0011" in out and "of 1 answers" in out
+
+
 async def test_the_printed_report_shows_what_was_recorded_and_what_is_said_now(
     recorded: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

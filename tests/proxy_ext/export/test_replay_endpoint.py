@@ -467,6 +467,26 @@ async def test_sessions_and_calls_that_cannot_be_sent_are_named(
         assert "s-0-b" in said.err and "no call to compare" in said.err
 
 
+async def test_a_call_that_an_adapter_sampled_is_not_sent(
+    trial: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = 0
+
+    async def reply(_: dict[str, Any], __: web.Request) -> Any:
+        nonlocal asked
+        asked += 1
+        return completion("ho")
+
+    await record(trial, {"request": {"adapter": "ann@0011"}, "untrainable_reason": "adapter"}, {})
+    async with serving(reply) as url:
+        assert await replay(trial, "s-0-a", "--url", url) == 1
+    said = capsys.readouterr().out
+    assert asked == 1
+    assert "no answer: sampled by the adapter ann@0011" in said
+    assert "2 calls, 1 answered: 1 the same" in said
+    assert "left out  1: calls that an adapter sampled" in said
+
+
 async def test_options_that_do_not_belong_together_are_refused(
     trial: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
