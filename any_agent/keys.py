@@ -53,6 +53,8 @@ OPERATOR_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", *SESSION_KEYS)
 that which opens sessions."""
 SESSION_ID_PREFIX = "ses-"
 _LANE_DIGITS = 24
+TAG_DIGITS = 8
+"""The length of `server.lane_tag`, with which the lanes of a service of several runs begin."""
 _KEY = re.compile(r"sk-(?:v1|judge)\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
 
@@ -207,7 +209,7 @@ def key_id(key: str) -> str | None:
     return match[2] if match else None
 
 
-_SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-[0-9a-f]{16}")
+_SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-([0-9a-f]{8})?[0-9a-f]{16}")
 _NUMBERED_ID = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}-(0|[1-9][0-9]{0,3})-(?:0|[1-9][0-9]{0,9})"
 )
@@ -218,6 +220,12 @@ def rank_of_session(session_id: str) -> int | None:
     """Return the rank that a session's id names; None for any other text."""
     match = _SESSION_ID.fullmatch(session_id) or _NUMBERED_ID.fullmatch(session_id)
     return int(match[1]) if match else None
+
+
+def tag_of_session(session_id: str) -> str | None:
+    """Return the `server.lane_tag` of the run that a session's id names; None for an id without."""
+    match = _SESSION_ID.fullmatch(session_id)
+    return match[2] if match else None
 
 
 def session_prefix(path: str) -> str | None:

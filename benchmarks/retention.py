@@ -20,9 +20,9 @@ from common import finish, machine, parser, ratio
 from journal import Maker, size_of
 
 from any_agent.config import SessionConfig
+from any_agent.protocol.idempotency import ANSWER_TTL
 from any_agent.types import Interaction, SessionState
 from proxy_ext.archive.archiver import Archiver
-from proxy_ext.idempotency import ANSWER_TTL
 from proxy_ext.journal import (
     Journal,
     PutAnswer,

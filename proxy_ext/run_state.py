@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from pathlib import PurePath
 from typing import Any
 
 from any_agent.config import Config
@@ -108,9 +109,17 @@ class RunState:
                 "state": self.state,
                 "version": self.version,
                 "step": self.step,
-                "checkpoint": self.checkpoint,
+                "checkpoint": self._shown_checkpoint,
             }
         )
+
+    @property
+    def _shown_checkpoint(self) -> str | None:
+        """The checkpoint as callers see it: in a service for many by its name alone, since they
+        have no business with the operator's files."""
+        if self.checkpoint is None or self._config.server.lane_tag is None:
+            return self.checkpoint
+        return PurePath(self.checkpoint).name
 
     def require_training(self) -> None:
         """Raise RunFinished unless train sessions are wanted."""
@@ -120,10 +129,13 @@ class RunState:
     def not_training(self) -> RunFinished:
         """Return the error of an open of a train session while nothing is trained."""
         problem = "training has ended" if self.state == "finished" else "no training is going on"
-        load = self.checkpoint or "the model"
+        name = f"{self._config.experiment}/{self._config.trial}"
+        use = f"load {self.checkpoint or 'the model'} for inference"
+        if self._config.server.lane_tag is not None:
+            use = f"call the model {name}, which is what it has learned"
         return RunFinished(
-            f"{problem} in {self._config.experiment}/{self._config.trial}, so train sessions are "
-            f"refused; open one with mode=eval, or load {load} for inference",
+            f"{problem} in {name}, so train sessions are refused; open one with mode=eval, or "
+            f"{use}",
             details={"run": self.info.model_dump()},
         )
 

@@ -105,6 +105,8 @@ class RankService:
             adapters=config.engine.adapters,
         )
         self.sessions = sessions = SessionStore(journal, config.sessions, ids, rank=rank)
+        # The one key at which a service of many bills several runs.
+        sessions.metered = config.server.lane_tag is not None
         self.run = run = RunState(config, engine, journal, training=training)
         self.rewards = RewardBook(sessions)
         self.task_advice = TaskAdvice(journal, config)

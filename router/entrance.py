@@ -98,6 +98,7 @@ class Entrance(ABC):
             except AnyAgentError as error:
                 if isinstance(error, ReplyLost):
                     error.repeatable = is_idempotent(request)
+                self.stats.refused[error.code] += 1
                 response = await self.replies.error(request, error)
             status = response.status
             return response

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Set
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Set
+from typing import TypeAlias, TypeVar
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -21,6 +21,7 @@ from any_agent.runtime.metrics import (
     LOOP_LAG,
     Exposition,
     Metric,
+    Reading,
     Value,
     Values,
     loop_lag_histogram,
@@ -42,7 +43,7 @@ _ROUTES = {
     *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "feedback"),
     *("finalize", "grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "next"),
     *("overview", "pause", "readyz", "resume", "run", "sessions", "set_reward", "start_session"),
-    *("version", "veto"),
+    *("version", "veto", "account", "accounts", "keys", "runs", "start", "stop", "usage"),
 }
 """Last words of our own paths. Words that clients make up must not become labels."""
 
@@ -64,6 +65,8 @@ class RouterStats:
         """Bytes of the requests' bodies."""
         self.bytes_out = 0
         """Bytes of the answers and their heads."""
+        self.refused: Counter[str] = Counter()
+        """Number of requests that the router refused by itself, by the error's code."""
         self.loop_lag = loop_lag_histogram()
 
     def end(self, request: web.BaseRequest, status: int) -> None:
@@ -74,14 +77,17 @@ class RouterStats:
         self.bytes_out += request.writer.output_size
 
 
-_Read: TypeAlias = Callable[[RouterStats, Forwarder], Value | Values]
+Of = TypeVar("Of")
+_Row: TypeAlias = tuple[Metric, Callable[[Of], Value | Values]]
 
 
-def _counter(name: str, meaning: str, read: _Read, *labels: str) -> tuple[Metric, _Read]:
+def _counter(
+    name: str, meaning: str, read: Callable[[Of], Value | Values], *labels: str
+) -> _Row[Of]:
     return Metric(f"any_agent_router_{name}_total", "counter", meaning, labels), read
 
 
-def _gauge(name: str, meaning: str, read: _Read) -> tuple[Metric, _Read]:
+def _gauge(name: str, meaning: str, read: Callable[[Of], Value | Values]) -> _Row[Of]:
     return Metric(f"any_agent_router_{name}", "gauge", meaning), read
 
 
@@ -91,48 +97,58 @@ _UP = Metric(
     "1 if the part gave its metrics to this scrape. A trainer that is done is not missed.",
     ("part",),
 )
-_METRICS: tuple[tuple[Metric, _Read], ...] = (
-    (LOOP_LAG, lambda stats, _: {("router",): stats.loop_lag}),
+_ENTRANCE: tuple[_Row[RouterStats], ...] = (
     _counter(
         "requests",
         "Requests by route (the path's last word, or other) and status; 499: the client left.",
-        lambda stats, _: {(route, str(code)): n for (route, code), n in stats.ended.items()},
+        lambda stats: {(route, str(code)): n for (route, code), n in stats.ended.items()},
         *("route", "status"),
     ),
-    _gauge("requests_running", "Requests under way.", lambda stats, _: stats.running),
+    _gauge("requests_running", "Requests under way.", lambda stats: stats.running),
+    _counter(
+        "refusals",
+        "Requests that the router refused by itself, by the error's code; a rank's are not among "
+        "them.",
+        lambda stats: {(code,): number for code, number in stats.refused.items()},
+        "code",
+    ),
+    _counter("received_bytes", "Bytes of requests' bodies received.", lambda stats: stats.bytes_in),
+    _counter("sent_bytes", "Bytes of answers sent.", lambda stats: stats.bytes_out),
+)
+_FORWARDER: tuple[_Row[Forwarder], ...] = (
     _gauge(
         "requests_waiting",
         "Requests that wait for a rank that is away.",
-        lambda _, forwarder: forwarder.ranks.waiting,
+        lambda forwarder: forwarder.ranks.waiting,
     ),
     _counter(
         "retries",
         "Requests sent again, since their rank had not got them.",
-        lambda _, forwarder: forwarder.retried,
+        lambda forwarder: forwarder.retried,
     ),
     _counter(
         "replies_lost",
         "Requests whose rank died before it answered.",
-        lambda _, forwarder: forwarder.lost,
+        lambda forwarder: forwarder.lost,
     ),
     _counter(
         "answers_aborted",
         "Answers whose rank died in the middle; their clients' connections were aborted.",
-        lambda _, forwarder: forwarder.replies.broken,
+        lambda forwarder: forwarder.replies.broken,
     ),
     _counter(
         "clients_cut",
         "Clients cut off because they took nothing of their answers for too long.",
-        lambda _, forwarder: forwarder.replies.cut,
+        lambda forwarder: forwarder.replies.cut,
     ),
-    _counter(
-        "received_bytes",
-        "Bytes of requests' bodies received.",
-        lambda stats, _: stats.bytes_in,
-    ),
-    _counter("sent_bytes", "Bytes of answers sent.", lambda stats, _: stats.bytes_out),
 )
-METRICS = (_UP, *(metric for metric, _ in _METRICS))
+METRICS = (_UP, LOOP_LAG, *(metric for metric, _ in (*_ENTRANCE, *_FORWARDER)))
+
+
+def of_entrance(stats: RouterStats, part: str) -> Iterator[Reading]:
+    """Yield the metrics of what a part does for its clients, whatever is behind it."""
+    yield LOOP_LAG, {(part,): stats.loop_lag}
+    yield from ((metric, read(stats)) for metric, read in _ENTRANCE)
 
 
 def authorize_request(
@@ -173,8 +189,9 @@ class MetricsRoute:
         authorize_request(request, METRICS_SCOPES, self._access, self._audit)
         texts = await self.scrape()
         up: Values = {(name,): text is not None for name, text in texts.items()}
-        read = [(metric, read(self._stats, self._forwarder)) for metric, read in _METRICS]
-        own = Exposition("router", lambda: [(_UP, up), *read]).render().decode()
+        passed_on = [(metric, read(self._forwarder)) for metric, read in _FORWARDER]
+        readings = [(_UP, up), *of_entrance(self._stats, "router"), *passed_on]
+        own = Exposition("router", lambda: readings).render().decode()
         body = merged([own, *(text for text in texts.values() if text)]).encode()
         head = CIMultiDict({"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
         return await self._forwarder.replies.send(request, 200, head, body)

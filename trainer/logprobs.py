@@ -30,7 +30,7 @@ def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
 
 
 class Taught(NamedTuple):
-    """What a teacher's distributions are made of, without gradient."""
+    """The hidden states and the head of a teacher's distributions, without gradient."""
 
     hidden: Tensor
     """Its last hidden states: those of a pass, [rows, tokens, size], or of the tokens of a chunk,

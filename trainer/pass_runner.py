@@ -343,10 +343,11 @@ class Teacher:
     def of(cls, whole: UnshardedModel, runner: PassRunner, device: torch.device) -> Self:
         """Return the teacher; all processes of a world must call it together."""
         head: Any = whole.model.get_output_embeddings()
-        tensors = (head.weight, getattr(head, "bias", None))
-        return cls(
-            runner, *(None if t is None else whole_tensor(t.detach(), device) for t in tensors)
-        )
+        weight = whole_tensor(head.weight.detach(), device)
+        bias: Tensor | None = getattr(head, "bias", None)
+        if bias is not None:
+            bias = whole_tensor(bias.detach(), device)
+        return cls(runner, weight, bias)
 
     def of_passes(self, passes: Sequence[Pass], kind: str) -> Iterator[Taught]:
         """Yield what it teaches in each pass, in the order of :meth:`PassRunner.run`."""

@@ -132,4 +132,4 @@ class RunInfo(BaseModel):
     version: int
     step: int
     checkpoint: str | None
-    """The newest checkpoint, to be loaded for inference."""
+    """The newest checkpoint, to be loaded for inference; of `any-agent cloud` its name alone."""

@@ -22,6 +22,7 @@ from proxy_ext.calls.concurrency_limit import CallSlot
 from proxy_ext.calls.stats import CallTimer
 from proxy_ext.calls.stream_buffer import StreamBuffer, recorded_deltas
 from proxy_ext.journal import RequestMark
+from proxy_ext.journal.base import CountUsage
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 
@@ -133,6 +134,7 @@ class Call:
         self.watchers: set[asyncio.Event] = set()
         """Set when the client has left, or has the answer."""
         self._sampled = [0] * head.choices
+        self._counted = False
         self._failure: AnyAgentError | None = None
         self._stream = stream
         self._tenant = tenant
@@ -293,12 +295,22 @@ class Call:
         if self._tasks:
             self.abort("another choice of the call failed")
 
+    def _usage_of(self, interaction: Interaction) -> tuple[CountUsage, ...]:
+        """Return the statement that counts a choice; the first one that is recorded counts the
+        prompt and the call."""
+        prompt = None if self._counted else self.head.prompt_tokens
+        self._counted = True
+        return self._sessions.usage_of(interaction, prompt=prompt)
+
     async def _record(self, completion: Completion) -> None:
         """Make a choice durable, if the call belongs to a session."""
         index, interaction = completion.choice.index, completion.interaction
         self._sampled[index] = len(interaction.output_ids)
         session = self.session
         if session is None:
+            if usage := self._usage_of(interaction):
+                self._recording.add(asyncio.current_task())
+                await self._sessions.deliveries.commit(*usage)
             self._timer.recorded(completion, earlier=None)
             for listener in self._sessions.listeners:
                 listener.on_call(None, interaction, self._tenant)
@@ -309,7 +321,8 @@ class Call:
                 # Recorded only: it answers neither this request nor a retry of it.
                 await record(session, interaction, completion.key, None)
                 raise VersionGone.of(self.pinned, int(interaction.output_versions[-1]))
-            durable = await record(session, interaction, completion.key, self.mark)
+            usage = self._usage_of(interaction)
+            durable = await record(session, interaction, completion.key, self.mark, *usage)
             self.recorded[index] = durable
             self._timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
         self._answers[index] = interaction

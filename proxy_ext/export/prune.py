@@ -22,6 +22,7 @@ from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.cli.prune import SETTLED, add_prune_arguments
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
+from any_agent.protocol.idempotency import ANSWER_TTL
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, fsync, make_folder
 from any_agent.runtime.command_line import CommandParser, columns, guarded, overrides_of, parse
@@ -30,7 +31,7 @@ from proxy_ext.archive.archiver import archived_of
 from proxy_ext.archive.files import ArchiveFile, list_archives, read_lines, remove_from
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.reader import ranks_of
-from proxy_ext.idempotency import ANSWER_TTL, IdempotencyStore
+from proxy_ext.idempotency import IdempotencyStore
 from proxy_ext.journal import EraseContent, Journal, open_journal
 from proxy_ext.journal.base import DropAnswers
 from proxy_ext.journal.reader import JournalReader

@@ -294,6 +294,16 @@ class ArchiveContent:
 
 
 @dataclass(frozen=True, slots=True)
+class CountUsage:
+    """Add a call, or a further choice of one, to what the run has used on a day."""
+
+    day: str
+    prompt_tokens: int
+    sampled_tokens: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutMeta:
     """Set a named JSON value of the rank, such as a counter or the run's state."""
 
@@ -312,6 +322,7 @@ Statement: TypeAlias = (
     | DropAnswers
     | EraseContent
     | ArchiveContent
+    | CountUsage
     | PutMeta
 )
 

@@ -6,10 +6,11 @@ import sqlite3
 from pathlib import Path
 
 from any_agent.errors import StartupError
+from any_agent.rundir import usage
 from any_agent.runtime.atomic_files import create_empty, fsync
 
 VERSION = 5
-TABLES = """
+TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, lane TEXT NOT NULL, mode TEXT NOT NULL,
     state TEXT NOT NULL, task_id TEXT, group_id TEXT, group_size INTEGER NOT NULL,
@@ -41,7 +42,7 @@ CREATE TABLE answers (
 ) STRICT;
 CREATE INDEX answers_by_time ON answers (created_at);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-"""
+{usage.TABLE}"""
 """``recorded``: the number of a session's interactions when its calls ended, so that a missing one
 is noticed; ``checksum``: the CRC-32 of ``data``."""
 _PAGE_BYTES = 16_384

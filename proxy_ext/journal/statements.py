@@ -15,8 +15,10 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 from any_agent.record import pack_interaction
+from any_agent.rundir import usage
 from proxy_ext.journal.base import (
     ArchiveContent,
+    CountUsage,
     DropAnswers,
     EraseContent,
     MarkDelivered,
@@ -79,6 +81,7 @@ ON CONFLICT (id) DO UPDATE SET
     "drop_texts": f"UPDATE rewards SET text = NULL WHERE session_id {_AMONG}",
     "drop_interactions": f"DELETE FROM interactions WHERE session_id {_AMONG}",
     "set_content": f"UPDATE sessions SET content = ?, metadata = ? WHERE id {_AMONG}",
+    "count_usage": usage.ADD,
     "put_meta": "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)",
 }
 
@@ -174,6 +177,8 @@ def lines_of(statement: Statement) -> tuple[Line, ...]:
             return (*words, *_drop_content(ids, "deleted"))
         case ArchiveContent(ids):
             return (("drop_rewards", (_ids(ids),)), *_drop_content(ids, "archived"))
+        case CountUsage():
+            return (("count_usage", (s.day, s.prompt_tokens, s.sampled_tokens, s.calls)),)
         case PutMeta(key, value):
             return (("put_meta", (key, orjson.dumps(value))),)
 

@@ -21,12 +21,16 @@ from proxy_ext.journal import Journal
 
 
 class SessionIds:
-    """Makes the ids of one rank. ``seed`` None: random ids, and no sampling seeds."""
+    """Makes the ids of one rank. ``seed`` None: random ids, and no sampling seeds.
 
-    def __init__(self, rank: int, seed: int | None = None) -> None:
+    ``tag``: `server.lane_tag`, by which a service of several runs knows whose a session is.
+    """
+
+    def __init__(self, rank: int, seed: int | None = None, tag: str = "") -> None:
         self._rank = rank
         self._seed = seed
-        self._single = f"{SESSION_ID_PREFIX}{rank}-{self._hex(8, 'single')}"
+        self._prefix = f"{SESSION_ID_PREFIX}{rank}-{tag}"
+        self._single = f"{self._prefix}{self._hex(8, 'single')}"
         self._singles = 0
         self._generations: dict[str, int] = {}
         """Number of generations that each task had."""
@@ -34,9 +38,10 @@ class SessionIds:
     @classmethod
     async def recover(cls, config: Config, rank: int, journal: Journal) -> SessionIds:
         """Continue after the sessions that the journal has."""
+        tag = config.server.lane_tag or ""
         if not config.rollout.deterministic:
-            return cls(rank)
-        ids = cls(rank, config.train.seed)
+            return cls(rank, tag=tag)
+        ids = cls(rank, config.train.seed, tag)
         last = await journal.last_session(ids._single)
         if last is not None:
             ids._singles = int(last.removeprefix(ids._single), 16) + 1
@@ -47,7 +52,7 @@ class SessionIds:
     def new_session(self) -> str:
         """Return the id of a new session without a group."""
         if self._seed is None:
-            return f"{SESSION_ID_PREFIX}{self._rank}-{secrets.token_hex(8)}"
+            return f"{self._prefix}{secrets.token_hex(8)}"
         # The id holds the number, so the journal's last id gives their count.
         name = f"{self._single}{self._singles:08x}"
         self._singles += 1
@@ -58,7 +63,7 @@ class SessionIds:
         if self._seed is None:
             return self.new_session()
         self._count_generation(group_id)
-        return f"{SESSION_ID_PREFIX}{self._rank}-{self._hex(16, 'member', group_id, number)}"
+        return f"{self._prefix}{self._hex(16, 'member', group_id, number)}"
 
     def new_generation(self, task_id: str, taken: Container[str]) -> str:
         """Return the id of a task's next group, which is not among the ``taken`` ones.
@@ -76,7 +81,10 @@ class SessionIds:
 
     def sampling_seed(self, session_id: str, number: int) -> int | None:
         """Return a call's seed by its number in the session; None in a run without a seed."""
-        part = self._hex(8, "call", session_id, number)
+        # Without the tag, so that two runs of a service, with one seed, sample alike.
+        own = session_id.removeprefix(self._prefix)
+        name = session_id if own == session_id else f"{SESSION_ID_PREFIX}{self._rank}-{own}"
+        part = self._hex(8, "call", name, number)
         return int(part, 16) >> 1 if part else None
 
     def _count_generation(self, group_id: str) -> None:

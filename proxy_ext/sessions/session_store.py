@@ -22,6 +22,7 @@ from any_agent.completions.untrainable import UntrainableReason
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree, TrainabilityWatch, strip_content
+from any_agent.rundir.usage import day_of
 from any_agent.types import (
     TERMINAL_STATES,
     Interaction,
@@ -38,7 +39,7 @@ from proxy_ext.journal import (
     SetState,
     Statement,
 )
-from proxy_ext.journal.base import NO_PLACE
+from proxy_ext.journal.base import NO_PLACE, CountUsage
 from proxy_ext.sessions.conversation_index import ConversationIndex
 from proxy_ext.sessions.delivery import (
     UNDELIVERED,
@@ -104,6 +105,8 @@ class SessionStore:
         self.deadlines = DeadlineQueue()
         """Sessions by the time at which they may expire."""
         self.deliveries = DeliveryTracker(journal)
+        self.metered = False
+        """Calls are counted for a bill."""
         self.undelivered = 0
         """Number of answers taken out of training because they reached no client."""
         self.trainability = TrainabilityWatch()
@@ -297,23 +300,33 @@ class SessionStore:
         interaction: Interaction,
         key: bytes,
         mark: RequestMark | None,
+        *also: Statement,
     ) -> Interaction:
         """Make an interaction durable, then visible; ``mark`` identifies retries of its request.
 
-        Return what was recorded, without its texts if these are not stored.
+        ``also``: written with it. Return what was recorded, without its texts if these are not
+        stored.
         """
         mark = mark or UNMARKED
         if not self.config.store_content:
             interaction = strip_content(interaction)
         with self.trees.pinned(session):
             await self.load(session)
-            await self.deliveries.commit(PutInteraction(interaction, key, mark))
+            await self.deliveries.commit(PutInteraction(interaction, key, mark), *also)
             session.tree.add(interaction, key)
             self.conversations.add_answer(session, interaction, key)
             self.trees.add_interaction(session, interaction)
             for listener in self.listeners:
                 listener.on_call(session, interaction, session.row.tenant)
         return interaction
+
+    def usage_of(self, interaction: Interaction, *, prompt: int | None) -> tuple[CountUsage, ...]:
+        """Return the statement that counts a call's first choice, with the length of its
+        ``prompt``, or another choice (None); nothing where calls are not counted."""
+        if not self.metered:
+            return ()
+        day, sampled = day_of(interaction.created_at), len(interaction.output_ids)
+        return (CountUsage(day, prompt or 0, sampled, int(prompt is not None)),)
 
     async def mark_undelivered(self, session: RecordedSession, interaction: Interaction) -> None:
         """Exclude an interaction whose answer reached no client from training.

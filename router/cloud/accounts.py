@@ -50,6 +50,10 @@ class Accounts:
         name = f"account {found.tenant} (key {found.id})"
         return Caller(Scope.TENANT, name, tenant=found.tenant, identity=f"key {found.id}")
 
+    def key(self, id: str) -> StoredKey | None:
+        """Return a key by its id, a revoked one too."""
+        return self._stored.by_id.get(id)
+
     def keys_of(self, account: str) -> list[StoredKey]:
         """Return an account's keys, revoked ones too, by which its runs know whom they refuse."""
         return [key for key in self._stored.keys if key.tenant == account]
@@ -61,13 +65,15 @@ class Accounts:
         )
         """The accounts that have a key which is not revoked."""
 
-    async def create_key(self, account: str, limits: TenantLimits) -> tuple[str, StoredKey]:
-        """Create a key of an account, which need not exist, and return its text and its record."""
-        return await self._change(
-            lambda: create_key(
-                self._path, "tenant", tenant=account, limits=limits, created_by="admin"
-            )
-        )
+    async def create_key(
+        self, account: str, limits: TenantLimits, record: Callable[[StoredKey], None]
+    ) -> tuple[str, StoredKey]:
+        """Create a key of an account, which need not exist, and return its text and its record.
+
+        ``record`` is called in another thread before the key is valid.
+        """
+        own: dict[str, Any] = {"tenant": account, "limits": limits, "created_by": "admin"}
+        return await self._change(lambda: create_key(self._path, "tenant", **own, record=record))
 
     async def revoke(self, account: str, id: str) -> StoredKey:
         """Revoke a key; NotFound for one that is not this account's."""

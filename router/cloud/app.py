@@ -16,8 +16,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
+from multidict import CIMultiDict
 
-from any_agent.auth.access import Caller, Scope
+from any_agent.auth.access import METRICS_SCOPES, Caller, Scope, authorize
 from any_agent.auth.audit_log import AuditLog
 from any_agent.completions.apis import api_at
 from any_agent.config.base import NAME_PATTERN
@@ -26,6 +27,7 @@ from any_agent.errors import (
     Forbidden,
     ReplyLost,
     ServiceUnavailable,
+    SessionMismatch,
     StartupError,
     Unauthenticated,
 )
@@ -33,6 +35,7 @@ from any_agent.keys import (
     JUDGE_KEY_PREFIX,
     LANE_KEY_PREFIXES,
     SESSION_KEY_PREFIX,
+    TAG_DIGITS,
     key_id,
     lane_in,
     session_prefix,
@@ -41,22 +44,26 @@ from any_agent.rundir.layout import locked
 from any_agent.runtime.atomic_files import make_folder, make_shared_folder
 from any_agent.runtime.file_owner import own_file, require_own_entries, require_own_folder
 from any_agent.runtime.logs import Redactor
+from any_agent.runtime.metrics import CONTENT_TYPE, Exposition
 from any_agent.runtime.request_limits import Reservation
-from router.affinity import SESSION_HEADER, key_in
+from router.affinity import SESSION_HEADER, SESSIONS_PATH, key_in
 from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
+from router.cloud.asked import Answers
 from router.cloud.jobs import Job, Jobs
 from router.cloud.launching import Launching
+from router.cloud.metering import Metering
+from router.cloud.metrics import of_cloud
 from router.cloud.routes import OwnRoutes
 from router.cloud.store import RunStore
 from router.entrance import Entrance, listening
+from router.metrics import of_entrance
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".cloud"
 """The cloud's own folder in `root`; no account can have this name."""
-_TAG = 8
 _LAST_ANSWERS = 2.0
 """Seconds that answers have to reach their clients once all runs have ended."""
 _REDACTOR = Redactor()
@@ -82,6 +89,8 @@ class Cloud(Entrance):
         accounts: Accounts,
         store: RunStore,
         jobs: Jobs,
+        metering: Metering,
+        answers: Answers,
         upstream: Upstream,
         audit: AuditLog,
         public_url: str,
@@ -93,7 +102,9 @@ class Cloud(Entrance):
         self._jobs = jobs
         self._upstream = upstream
         self._audit = audit
-        self._routes = OwnRoutes(config, accounts, store, jobs, self.replies, public_url)
+        self._routes = OwnRoutes(
+            config, accounts, store, jobs, metering, answers, self.replies, public_url
+        )
 
     async def answer(
         self, request: web.BaseRequest, reservation: Reservation
@@ -104,6 +115,9 @@ class Cloud(Entrance):
             return await self.replies.json(request, self._routes.health())
         key = key_in(request.headers)
         try:
+            if path == "/metrics" and request.method == "GET":
+                authorize(METRICS_SCOPES, self._caller(key, reservation))
+                return await self._show_metrics(request)
             handler = self._routes.find(request.method, path)
             if handler is not None:
                 caller = self._caller(key, reservation)
@@ -117,6 +131,12 @@ class Cloud(Entrance):
             self._audit.refusal(error.code, route=route, claimed=key_id(key))
             raise
         return await self._pass_on(request, body, to)
+
+    async def _show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        readings = [*of_entrance(self.stats, "cloud"), *of_cloud(self._jobs)]
+        body = Exposition("cloud", lambda: readings).render()
+        head = CIMultiDict({hdrs.CONTENT_TYPE: CONTENT_TYPE, hdrs.CONTENT_LENGTH: str(len(body))})
+        return await self.replies.send(request, 200, head, body)
 
     async def drain(self, within: float) -> None:
         """Refuse new requests, and wait until the runs have ended, up to ``within`` seconds."""
@@ -163,14 +183,25 @@ class Cloud(Entrance):
                 "the operator's key is for accounts and runs; calls need an account's key"
             )
         if named is not None:
-            return _Destination(self._routes.job_named(caller.tenant, *named), target)
+            return _Destination(self._routes.runs.job_named(caller.tenant, *named), target)
         content: bytes | None = None
-        if request.method == "POST" and api_at(path) is not None:
+        sessions = _named_sessions(request, path)
+        if request.method == "POST" and (api_at(path) is not None or path.startswith("/rl/")):
             content = await body.read()
-            model = (json_object(content) or {}).get("model")
-            if (meant := self._routes.job_of_model(caller.tenant, model)) is not None:
-                return _Destination(meant, target, content)
-        return _Destination(await self._routes.default_job(caller.tenant), target, content)
+            fields = json_object(content) or {}
+            if api_at(path) is not None:
+                meant = self._routes.runs.job_of_model(caller.tenant, fields.get("model"))
+                if meant is not None:
+                    return _Destination(meant, target, content)
+            else:
+                names = (fields.get("session_id"), fields.get("api_key"))
+                sessions += [name for name in names if isinstance(name, str)]
+        jobs = [self._routes.runs.job_of_session(caller.tenant, name) for name in sessions]
+        found = {job.run.id: job for job in jobs if job is not None}
+        if len(found) > 1:
+            raise SessionMismatch("the request names sessions of different runs")
+        job = next(iter(found.values()), None) or await self._routes.runs.default_job(caller.tenant)
+        return _Destination(job, target, content)
 
     def _job_of_session(self, key: str) -> Job:
         """Return the run that a session's or a judge's key is of; Unauthenticated for a wrong key.
@@ -178,7 +209,7 @@ class Cloud(Entrance):
         It is checked here: a forged one must not start a run.
         """
         lane = lane_in(key)
-        job = self._jobs.by_id.get(lane.id[:_TAG]) if lane is not None else None
+        job = self._jobs.by_id.get(lane.id[:TAG_DIGITS]) if lane is not None else None
         judge = key.startswith(JUDGE_KEY_PREFIX)
         if (
             job is None
@@ -216,6 +247,16 @@ class Cloud(Entrance):
                 return await self.replies.relay(request, response)
 
 
+def _named_sessions(request: web.BaseRequest, path: str) -> list[str]:
+    """Return the ids of sessions that a request of an account's key has in its head."""
+    names = [*request.headers.getall(SESSION_HEADER, ())]
+    if (prefix := session_prefix(unquote(path))) is not None:
+        names.append(prefix)
+    if path.startswith(SESSIONS_PATH):
+        names.append(unquote(path[len(SESSIONS_PATH) :]).partition("/")[0])
+    return [*names, *request.query.getall("session_id", ())]
+
+
 @asynccontextmanager
 async def running_cloud(
     config: CloudConfig, listener: socket.socket, public_url: str
@@ -235,11 +276,13 @@ async def running_cloud(
         stack.push_async_callback(asyncio.to_thread, audit.close)
         launching = Launching(config, folder, upstream, accounts.keys_of, public_url)
         stack.callback(launching.close)
-        jobs = Jobs(config, store, launching, folder)
-        keeping = asyncio.create_task(jobs.keep())
-        keeping.add_done_callback(_end_if_failed)
-        stack.push_async_callback(_end, keeping)
-        cloud = Cloud(config, accounts, store, jobs, upstream, audit, public_url)
+        metering = Metering(store)
+        jobs = Jobs(config, store, launching, metering, folder)
+        for keeping in (asyncio.create_task(metering.keep()), asyncio.create_task(jobs.keep())):
+            keeping.add_done_callback(_end_if_failed)
+            stack.push_async_callback(_end, keeping)
+        answers = await Answers.open(store)
+        cloud = Cloud(config, accounts, store, jobs, metering, answers, upstream, audit, public_url)
         await stack.enter_async_context(listening(cloud, listener))
         yield cloud
 
@@ -258,9 +301,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _end_if_failed(task: asyncio.Task[None]) -> None:
-    """End the process if the task that starts and stops runs has failed: nothing else would."""
+    """End the process if a task has failed that keeps runs or their bill: nothing else would."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("no run is started or stopped any more: the cloud ends", exc_info=error)
+        log.critical("runs or their bill are kept no more: the cloud ends", exc_info=error)
         os.kill(os.getpid(), signal.SIGTERM)
 
 

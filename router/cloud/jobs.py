@@ -7,10 +7,11 @@ import logging
 import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from any_agent.auth.access import signer_of
 from any_agent.config.cloud import CloudConfig
@@ -23,9 +24,11 @@ from any_agent.errors import (
 )
 from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
-from router.cloud.launching import Launching
-from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan
-from router.cloud.store import Run, RunStore, Wish
+from any_agent.runtime.metrics import Histogram
+from router.cloud.launching import Failure, Launching
+from router.cloud.metering import Metering
+from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan, why_stopped
+from router.cloud.store import Answer, Run, RunStore, Wish
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,22 @@ _FIRST_PAUSE, _MOST_DOUBLED = 5.0, 6
 """Seconds until a run that failed is started again; each failure doubles them, so many times."""
 _ROUND = 0.1
 """Seconds between two looks at the schedule at least."""
+End: TypeAlias = Literal["idle", "quiet", "turn", "stopped", "deleted", "draining", "failed"]
+WAIT_OUTCOMES = ("answered", "refused", "left")
+_WAIT_BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 20, 45, 100)
 _REMOVE_EVERY = 5.0
 """Seconds between two attempts to remove a run's files."""
+
+
+class JobStats:
+    """Counts what becomes of the runs and of the requests that wait for them."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.ends: Counter[End] = Counter()
+        """Number of ends of services by reason."""
+        self.waits = {outcome: Histogram(_WAIT_BOUNDS) for outcome in WAIT_OUTCOMES}
+        """Seconds that requests waited for a run that was not ready."""
 
 
 class Job:
@@ -57,8 +74,8 @@ class Job:
         """Its files are being removed."""
         self.failures = 0
         """Failures since it was ready last."""
-        self.note = ""
-        """The words of its last failure."""
+        self.failure = Failure("")
+        """Its last failure."""
         self.position = 0
         """Its position in the queue, from 1; 0 while it is not in it."""
         self.place = 0
@@ -68,6 +85,8 @@ class Job:
         self.ready = asyncio.Event()
         self.leaves = asyncio.Event()
         """It is to finish what is under way, and end."""
+        self.end: End = "failed"
+        """Why its service ends, if nothing goes wrong with it."""
         self.ended = asyncio.Event()
         """No process of it runs."""
         self.ended.set()
@@ -109,14 +128,21 @@ class Jobs:
     """All jobs, and the loop that starts and stops them."""
 
     def __init__(
-        self, config: CloudConfig, store: RunStore, launching: Launching, folder: Path
+        self,
+        config: CloudConfig,
+        store: RunStore,
+        launching: Launching,
+        metering: Metering,
+        folder: Path,
     ) -> None:
         """``folder``: of the files that the cloud itself keeps for each run."""
         self._config = config
         self._store = store
         self._launching = launching
+        self._metering = metering
         self._folder = folder
         self._rules = Rules(config.places, config.idle_after, config.quiet_after, config.turn)
+        self.stats = JobStats()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -124,19 +150,21 @@ class Jobs:
 
     # -- runs ----------------------------------------------------------------------------------
 
-    async def add(self, run: Run) -> Job:
-        """Store a new run."""
-        await self._store.add(run)
-        job = self.by_id[run.id] = Job(run, self._config)
-        return job
+    async def add(self, job: Job, answer: Answer | None) -> None:
+        """Store a new run, with the answer to its request."""
+        await self._store.add(job.run, answer)
+        self.by_id[job.run.id] = job
 
-    async def change(self, job: Job, wish: Wish) -> None:
-        """Store what a run's owner wants of it, and act on it.
+    async def change(self, job: Job, wish: Wish, answer: Answer | None = None) -> None:
+        """Store what a run's owner wants of it, with the answer to that, and act on it.
 
         NotFound (`unknown_run`) for one that is being removed, unless that is what is wanted.
         """
-        if not await self._store.change(job.run, wish) and wish != "delete":
-            raise _deleted(job.run)
+        if not await self._store.change(job.run, wish, answer):
+            if wish != "delete":
+                raise _deleted(job.run)
+            if answer is not None:
+                await self._store.keep(answer)
         job.run = self._store.runs.get(job.run.id, job.run)
         if job.ends:
             job.wanted_at, job.position = None, 0
@@ -154,18 +182,28 @@ class Jobs:
         folders = [job.dir for job in self.of_account(account)]
         await self._launching.write_keys(account, folders)
 
+    @property
+    def places(self) -> int:
+        return self._config.places
+
     def log_of(self, run: Run) -> Path:
         return self._launching.log_of(run)
 
     async def _remove(self, job: Job) -> None:
-        """Remove all files of a run that has ended, and then its row; repeat what fails."""
+        """Remove all files of a run that has ended, and then its row; repeat what fails.
+
+        What it has used is kept.
+        """
         if job.removing:
             return
         job.removing = True
         await job.ended.wait()
         while True:
             try:
-                await asyncio.to_thread(self._remove_files, job)
+                gone = await asyncio.to_thread(self._set_aside, job)
+                # Nothing writes to it any more.
+                await self._metering.copy(job.run, RunDir(gone), last=True)
+                await asyncio.to_thread(self._remove_files, job, gone)
                 await self._store.remove(job.run)
             except (OSError, sqlite3.Error, AnyAgentError) as error:
                 log.warning("run %s cannot be removed yet: %s", job.run.id, error)
@@ -174,13 +212,17 @@ class Jobs:
                 self.by_id.pop(job.run.id, None)
                 return
 
-    def _remove_files(self, job: Job) -> None:
-        # Its name is free at once, and a crash leaves a folder that is found by this name.
+    def _set_aside(self, job: Job) -> Path:
+        """Return the folder of a run under another name: its own is free at once, and a crash
+        leaves a folder that is found by this one."""
         gone = self._folder / f"{job.run.id}.gone"
         if job.dir.path.is_dir():
             # The last process of a killed service may still be writing.
             with job.dir.lock():
                 job.dir.path.rename(gone)
+        return gone
+
+    def _remove_files(self, job: Job, gone: Path) -> None:
         if gone.is_dir():
             shutil.rmtree(gone)
         for path in self._folder.glob(f"{job.run.id}.*"):
@@ -200,8 +242,8 @@ class Jobs:
         with the reason for one that is not ready within `hold` seconds.
         """
         self._ask(job)
-        while not job.ready.is_set():
-            await self._wait(job)
+        if not job.ready.is_set():
+            await self._until_ready(job)
         job.calls += 1
         try:
             yield job.origin
@@ -227,6 +269,18 @@ class Jobs:
             self._changed.set()
         job.asked_at = now
 
+    async def _until_ready(self, job: Job) -> None:
+        since, outcome = time.monotonic(), "left"
+        try:
+            while not job.ready.is_set():
+                await self._wait(job)
+            outcome = "answered"
+        except AnyAgentError:
+            outcome = "refused"
+            raise
+        finally:
+            self.stats.waits[outcome].observe(time.monotonic() - since)
+
     async def _wait(self, job: Job) -> None:
         waiting = [j for j in self.by_id.values() if j.limits]
         own = sum(j.waiting for j in waiting if j.account == job.account)
@@ -244,7 +298,8 @@ class Jobs:
             job.limits.discard(limit)
 
     def _not_ready(self, job: Job) -> ServiceUnavailable:
-        message = f"the run {job.run.name} cannot answer yet: {self.reason(job)}; try again"
+        reason = self.reason(job, job.run)
+        message = f"the run {job.run.name} cannot answer yet: {reason}; try again"
         if job.state == "failed":
             again = max(1.0, job.retry_at - time.monotonic())
             return ServiceUnavailable(message, code="run_failed", retry_after=again)
@@ -252,16 +307,22 @@ class Jobs:
         details = {"state": state, "run": job.run.id, "position": job.position}
         return RunNotReady(message, code=f"run_{state}", retry_after=again, details=details)
 
-    def reason(self, job: Job) -> str:
-        """Return in words why a run does not answer requests, or that it does."""
-        if job.run.wish != "serve":
-            return "it is being removed" if job.run.wish == "delete" else "its owner stopped it"
+    def reason(self, job: Job, run: Run, *, operator: bool = False) -> str:
+        """Return in words why a run does not answer requests, or that it does.
+
+        ``run``: the job's, with what its owner wants. The ``operator`` sees a failure's details,
+        which may name places on this machine.
+        """
+        if run.wish != "serve":
+            return "it is being removed" if run.wish == "delete" else "its owner stopped it"
         if self._draining:
             return "the service stops"
         if job.state == "failed":
             pause = job.retry_at - time.monotonic()
             when = f"in {pause:.0f} s at the earliest" if pause > 0 else "at once"
-            return f"{job.note}; a request starts it again, {when}"
+            failed = job.failure
+            details = f" ({failed.details})" if operator and failed.details else ""
+            return f"{failed.words}{details}; a request starts it again, {when}"
         if job.state == "idle" and job.position:
             taken = sum(other.takes_place for other in self.by_id.values())
             return (
@@ -300,13 +361,16 @@ class Jobs:
 
     def _round(self) -> float:
         """Start and stop what the schedule says; return when to look again at the latest."""
-        todo = plan(self.by_id.values(), time.monotonic(), self._rules)
+        now = time.monotonic()
+        todo = plan(self.by_id.values(), now, self._rules)
         for job in self.by_id.values():
             job.position = 0
         for position, job in enumerate(todo.queue, 1):
             job.position = position
         for job in todo.stop:
-            self._stop(job)
+            why = why_stopped(job, now, self._rules)
+            ended_by: End = "deleted" if job.run.wish == "delete" else "stopped"
+            self._stop(job, ended_by if why == "owner" else why)
         for job in () if self._draining else todo.start:
             self._begin(job)
         return todo.again_at
@@ -315,14 +379,15 @@ class Jobs:
         taken = {other.place for other in self.by_id.values() if other.takes_place}
         job.place = next(k for k in range(self._config.places) if k not in taken)
         job.state, job.position = "starting", 0
+        self.stats.starts += 1
         job.ended.clear()
         job.leaves.clear()
         self._spawn(self._serve(job))
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: Job, why: End) -> None:
         """Let a run finish the requests and the step under way, and end."""
-        log.info("run %s (%s) stops", job.run.id, job.run.name)
-        job.state = "stopping"
+        log.info("run %s (%s) stops: %s", job.run.id, job.run.name, why)
+        job.state, job.end = "stopping", why
         job.ready.clear()
         job.leaves.set()
 
@@ -335,25 +400,29 @@ class Jobs:
             job.ready.set()
             self._changed.set()
 
-        problem = "it was cut off"
+        problem: Failure | None = Failure("it was cut off")
         try:
-            problem = await self._launching.serve(
-                job.run, job.dir, job.place, job.leaves, became_ready
-            )
+            async with self._metering.staying(job.run, self._launching.gpus_of(job.place)):
+                problem = await self._launching.serve(
+                    job.run, job.dir, job.place, job.leaves, became_ready
+                )
+        except sqlite3.Error as error:
+            problem = Failure("its place cannot be noted for its bill", str(error))
         finally:
             self._ended(job, problem)
 
-    def _ended(self, job: Job, problem: str) -> None:
+    def _ended(self, job: Job, problem: Failure | None) -> None:
         now = time.monotonic()
         job.ready.clear()
         job.wanted_at = now if job.waiting and not job.ends else None
         job.state = "idle"
-        if problem and not job.ends:
+        self.stats.ends["failed" if problem is not None else job.end] += 1
+        if problem is not None and not job.ends:
             pause = _FIRST_PAUSE * 2 ** min(job.failures, _MOST_DOUBLED)
             job.failures += 1
-            job.state, job.note, job.retry_at = "failed", problem, now + pause
-            console = self.log_of(job.run)
-            log.error("run %s (%s): %s (%s)", job.run.id, job.run.name, problem, console)
+            job.state, job.failure, job.retry_at = "failed", problem, now + pause
+            told = (problem.words, problem.details or self.log_of(job.run))
+            log.error("run %s (%s): %s (%s)", job.run.id, job.run.name, *told)
         job.ended.set()
         self._changed.set()
 
@@ -364,7 +433,7 @@ class Jobs:
         for job in list(self.by_id.values()):
             job.hurry()
             if job.state in ("starting", "running"):
-                self._stop(job)
+                self._stop(job, "draining")
         for job in list(self.by_id.values()):
             await job.ended.wait()
 
@@ -372,6 +441,18 @@ class Jobs:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def state_of(job: Job, run: Run) -> str:
+    """Return the state of a job, with what its owner wants, in the words that people see."""
+    if run.wish == "delete":
+        return "deleting"
+    if run.wish == "stop":
+        return "stopping" if job.state != "idle" else "stopped"
+    return "queued" if job.position else job.state
+
+
+STATES = ("idle", "queued", "starting", "running", "stopping", "stopped", "failed", "deleting")
 
 
 def _deleted(run: Run) -> NotFound:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
@@ -42,8 +43,19 @@ _READY_EVERY = 0.25
 """Seconds between two looks whether a run that starts is ready."""
 _MAX_LOG = 1 << 20
 """Bytes of a run's console above which its next start begins another file; one is kept."""
+_NOT_STARTED = "it cannot be started, for a reason that the operator of this service sees"
 _LAUNCHER_ENDS = 10.0
 """Seconds of `stop_timeout` that a run's launcher has for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure of a run's service."""
+
+    words: str
+    """For its account: nothing of the operator's machine."""
+    details: str = ""
+    """For the operator, beside the words."""
 
 
 class _Service:
@@ -83,6 +95,7 @@ class Launching:
         self._upstream = upstream
         self._keys_of = keys_of
         self._public_url = public_url
+        self._gpus = visible_gpus()
         # Children end with the thread that started them, so that one lives as long as we do.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launching")
 
@@ -110,23 +123,23 @@ class Launching:
         place: int,
         leaves: asyncio.Event,
         became_ready: Callable[[str], None],
-    ) -> str:
+    ) -> Failure | None:
         """Start a run in a place, and wait until no process of it is left.
 
         ``leaves`` tells it to finish what is under way and to end; ``became_ready`` is called with
-        its router's URL. Returns what went wrong, "" if it left as it was told.
+        its router's URL. Returns what went wrong, None if it left as it was told.
         """
         service = _Service(run, folder)
         try:
             await self._in_thread(lambda: self._start(service, place))
             return await self._until_ended(service, leaves, became_ready)
         except AnyAgentError as error:
-            return error.message
+            return Failure(_NOT_STARTED, error.message)
         except OSError as error:
-            return f"it cannot be started: {error.strerror}"
-        except Exception:
+            return Failure(f"it cannot be started: {error.strerror}", str(error))
+        except Exception as error:
             log.exception("run %s (%s)", run.id, run.name)
-            return "it cannot be started, for a reason that the log of the cloud has"
+            return Failure(_NOT_STARTED, f"{type(error).__name__}: {error}")
         finally:
             await asyncio.shield(self._in_thread(service.clean_up))
 
@@ -156,7 +169,7 @@ class Launching:
         write_atomic(path, yaml.safe_dump(settings, sort_keys=False))
         command = Command(
             [*PROGRAM, "--config", str(path)],
-            variables=gpu_share(visible_gpus(), place, self._config.places),
+            variables=self._variables(place),
             secrets={ADMIN_KEY_VARIABLE: service.admin_key},
         )
         console = self.log_of(run)
@@ -168,7 +181,7 @@ class Launching:
 
     async def _until_ended(
         self, service: _Service, leaves: asyncio.Event, became_ready: Callable[[str], None]
-    ) -> str:
+    ) -> Failure | None:
         process, first = service.process, asyncio.FIRST_COMPLETED
         assert process is not None
         async with _exit_of(process.pid) as exited:
@@ -184,9 +197,10 @@ class Launching:
                     if not (ended.done() or told.done()):
                         became_ready(service.origin)
                 elif not (ended.done() or told.done()):
-                    return f"it was not ready after {within:g} s"
+                    return Failure(f"it was not ready after {within:g} s")
                 elif not told.done():
-                    return f"its service ended with code {process.poll()} before it was ready"
+                    code = process.poll()
+                    return Failure(f"its service ended with code {code} before it was ready")
                 await asyncio.wait({ended, told}, return_when=first)
                 if not ended.done():
                     process.drain()
@@ -200,8 +214,8 @@ class Launching:
                 for task in (ended, told, ready):
                     task.cancel()
         if leaves.is_set():
-            return ""
-        return f"its service ended with code {process.poll()}"
+            return None
+        return Failure(f"its service ended with code {process.poll()}")
 
     async def _until_ready(self, service: _Service) -> None:
         while True:
@@ -229,6 +243,14 @@ class Launching:
                 content = await answer.read()
                 return content if answer.status == HTTPStatus.OK else None
         return None
+
+    def gpus_of(self, place: int) -> int:
+        """Return the number of GPUs that a place has."""
+        devices = self._variables(place).get("CUDA_VISIBLE_DEVICES", "")
+        return len(devices.split(",")) if devices else 0
+
+    def _variables(self, place: int) -> dict[str, str]:
+        return gpu_share(self._gpus, place, self._config.places)
 
     def close(self) -> None:
         """Let the thread end that started the services, and with it those that are left."""

@@ -112,6 +112,16 @@ def plan(seats: Iterable[S], now: float, rules: Rules) -> Plan[S]:
     return out
 
 
+def why_stopped(seat: Seat, now: float, rules: Rules) -> Literal["owner", "idle", "quiet", "turn"]:
+    """Return why a plan stops a run; ``owner``: it must end."""
+    if seat.ends:
+        return "owner"
+    quiet = _quiet_since(seat, now)
+    if quiet >= rules.idle_after:
+        return "idle"
+    return "quiet" if quiet >= rules.quiet_after else "turn"
+
+
 def _in_turn(waiting: list[S], held: Counter[str]) -> list[S]:
     """Return those that wait in the order in which they get places, by the places that each
     account has already."""

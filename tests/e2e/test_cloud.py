@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from any_agent.config.load import load_config
+from any_agent.record import InteractionTree
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.ports import free_port
 from tests.support.e2e import audit
@@ -122,14 +123,17 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
         # Calls need no session then, and may name the run as their model.
         talk = [{"role": "user", "content": "count from 3"}]
         call = {"model": "bob/default/trial-1", "messages": talk}
-        said = await _started(url, "/v1/chat/completions", keys["bob"], call)
-        assert said.headers["x-any-agent-experiment"] == "default"
+        answered = await _started(url, "/v1/chat/completions", keys["bob"], call)
+        assert answered.headers["x-any-agent-experiment"] == "default"
+        billed = {each["account"]: each for each in (await ask("/rl/v1/usage", ADMIN))["accounts"]}
         assert second.poll() is None
     starts = log.read_text().count(" starts")
     for name in ACCOUNTS:
         lines = (tmp_path / f"{name}.out").read_text().splitlines()
         told = {id for id, state, _ in map(str.split, lines) if state == "finalized"}
         await asyncio.to_thread(_audit, tmp_path, name, told, record_property)
+        last = [answered.json()] if name == "bob" else []
+        await asyncio.to_thread(_require_bill, tmp_path, name, billed[name], last)
     record_property("figure", f"{starts} starts of 2 runs on one place, one kill of the cloud")
     assert starts > len(ACCOUNTS)
 
@@ -174,6 +178,39 @@ def _audit(folder: Path, name: str, told: set[str], record_property: Any) -> Non
     record_property("figure", f"{name}: worst error {worst:.1e} of {len(checks)} interactions")
     assert checks
     assert worst < 1e-4
+
+
+def _require_bill(
+    folder: Path, name: str, bill: dict[str, Any], answers: list[dict[str, Any]]
+) -> None:
+    """Each number of the bill is that of the tokens on disk, over the kill of everything, and of
+    the answers that belong to no session."""
+    run = RunDir.of(folder / "runs", name, "default", "trial-1")
+    records = read_records(run, 1).values()
+    sampled = prompts = calls = 0
+    for record in records:
+        tree = InteractionTree.from_interactions(record.interactions)
+        sampled += sum(len(one.output_ids) for one in record.interactions)
+        prompts += sum(len(tree.prompt_ids(one.id)) for one in record.interactions)
+        calls += len(record.interactions)
+    known = {one.id for record in records for one in record.interactions}
+    for answer in answers:
+        if answer["id"] not in known:
+            sampled += answer["usage"]["completion_tokens"]
+            prompts += answer["usage"]["prompt_tokens"]
+            calls += 1
+    steps = steps_of(run)
+    want = {
+        "sampled_tokens": sampled,
+        "prompt_tokens": prompts,
+        "calls": calls,
+        "sessions": len(records),
+        "steps": STEPS,
+        "trained_tokens": sum(line["tokens"] for line in steps),
+    }
+    assert {key: bill["total"][key] for key in want} == want
+    assert bill["total"]["place_seconds"] > 0
+    assert sum(day["calls"] for each in bill["runs"] for day in each["days"]) == calls
 
 
 def _up(url: str) -> bool:

@@ -12,10 +12,10 @@ import pytest
 from any_agent.errors import StoreFull
 from any_agent.keys import lane_in, rank_of_session
 from any_agent.launcher.trial import trial_dir
+from any_agent.protocol import idempotency
+from any_agent.protocol.idempotency import ANSWER_TTL
 from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
-from proxy_ext import idempotency
-from proxy_ext.idempotency import ANSWER_TTL
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
@@ -226,9 +226,9 @@ async def test_a_waiting_request_goes_on_when_the_first_leaves(start: Start) -> 
     first = asyncio.create_task(proxy.post(START, body, **keyed("k")))
     await until(lambda: proxy.service.sessions.admission.waiting == 1)
     second = asyncio.create_task(proxy.post(START, body, **keyed("k")))
-    await until(lambda: proxy.service.answers.waiting == 1)
+    await until(lambda: proxy.service.answers.turns.waiting == 1)
     first.cancel()
-    await until(lambda: proxy.service.answers.waiting == 0)
+    await until(lambda: proxy.service.answers.turns.waiting == 0)
     await proxy.admit(5)
     assert (await second).status_code == 200
     assert await opens(proxy) == 1
@@ -244,7 +244,7 @@ async def test_an_opener_that_leaves_finds_its_session(
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     again = asyncio.create_task(proxy.post(START, {}, **keyed("k")))
-    await until(lambda: proxy.service.answers.waiting == 1)
+    await until(lambda: proxy.service.answers.turns.waiting == 1)
     go_on.set()
     session = (await again).json()
     assert await opens(proxy) == 1
@@ -259,7 +259,7 @@ async def test_one_too_many_that_waits_or_one_that_waits_too_long_is_refused(
     monkeypatch.setattr(idempotency, "MAX_WAITING", 1)
     proxy = await start()
     asked = [asyncio.create_task(proxy.post(START, {"wait": 20}, **keyed("k"))) for _ in range(2)]
-    await until(lambda: proxy.service.answers.waiting == 1)
+    await until(lambda: proxy.service.answers.turns.waiting == 1)
     refusals = [await proxy.post(START, {"wait": 20}, **keyed("k"))]
     monkeypatch.setattr(idempotency, "MAX_WAITING", 2)
     monkeypatch.setattr(idempotency, "MAX_WAIT", 0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,3 +218,18 @@ async def test_an_answer_whose_versions_fall_back_is_not_recorded(
     assert error["code"] == "engine_mismatch"
     assert "5 to 4" in error["message"]
     assert await proxy.recorded(session["session_id"]) == []
+
+
+async def test_callers_of_a_service_for_many_see_no_path_of_its_files(
+    start: Start, tmp_path: Path
+) -> None:
+    proxy = await start("server.lane_tag=0badc0de")
+    await proxy.client.set_run("finished", step=7, checkpoint=str(tmp_path / "step-00000007"))
+    told = await proxy.http.get("/rl/v1/run")
+    refused = await proxy.http.post("/rl/v1/start_session", json={})
+    assert told.json()["checkpoint"] == "step-00000007"
+    assert refused.json()["error"]["run"]["checkpoint"] == "step-00000007"
+    assert refused.json()["error"]["message"].startswith("training has ended in ")
+    assert str(tmp_path) not in told.text + refused.text
+    # The run itself goes on with the whole path.
+    assert proxy.service.run.checkpoint == str(tmp_path / "step-00000007")

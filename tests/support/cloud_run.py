@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -49,7 +50,10 @@ async def serve(settings: dict[str, Any], run: RunDir) -> None:
         if request.path.endswith("/slow"):
             await asyncio.sleep(1.0)
         calls.append(request.path_qs)
-        made = {"api_key": signer.mint(0)[1]} if "start_session" in request.path else {}
+        made = {}
+        if "start_session" in request.path:
+            id = f"ses-0-{server['lane_tag']}{secrets.token_hex(8)}"
+            made = {"api_key": signer.mint(0)[1], "session_id": id}
         return web.json_response(
             {
                 "run": run.full_name,

@@ -93,8 +93,8 @@ and `${oc.env:...}` are refused by name: write the value, or set it by the envir
 
 METRICS_HEAD = """# Metrics and logs
 
-<!-- Written by tools/docs/generate.py from the metrics.py of proxy_ext, router and trainer; change
-those files, then run it. -->
+<!-- Written by tools/docs/generate.py from the metrics.py of proxy_ext, router, router/cloud and
+trainer; change those files, then run it. -->
 
 `GET /metrics` at the service's URL answers for the whole run in Prometheus's text format: the
 router's own metrics, each rank's and the trainer's. Where there is an admin key, a key of scope
@@ -131,6 +131,12 @@ METRICS_PARTS = {
     "proxy_ext.metrics": ("Ranks", "Each has the label `rank`."),
     "trainer.metrics": ("Trainer", "Counts since it started, gauges of its latest step."),
     "router.metrics": ("Router", ""),
+    "router.cloud.metrics": (
+        "any-agent cloud",
+        "`GET /metrics` of a [service for many](../how-to/run-a-service.md) answers for itself, "
+        "with the operator's key: these, and of the router's those of requests, refusals, bytes "
+        "and the event loop. Those of the runs are not among them.",
+    ),
 }
 METRICS_TAIL = """## Processes
 

@@ -65,11 +65,11 @@ async def test_a_session_whose_row_is_damaged_is_ended_at_the_next_start(
 
 
 def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
-    for version in (3, 99):
+    for version in (4, 99):
         other = tmp_path / f"{version}.sqlite"
         with sqlite3.connect(other) as connection:
             connection.execute(f"PRAGMA user_version = {version}")
-        with fails_with(StartupError, f"version {version}", "4", "--trial"):
+        with fails_with(StartupError, f"version {version}", "5", "--trial"):
             SQLiteJournal(other)
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:

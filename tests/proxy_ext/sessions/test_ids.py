@@ -11,7 +11,7 @@ import pytest
 from any_agent.auth.access import ANYONE
 from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
-from any_agent.keys import rank_of_session
+from any_agent.keys import rank_of_session, tag_of_session
 from any_agent.protocol.rl import StartSession
 from proxy_ext.sessions.ids import SessionIds
 from tests.support.proxy import Proxy, config_for, running_proxy, until
@@ -55,6 +55,21 @@ def test_without_a_seed_session_ids_are_random() -> None:
     assert one.new_member("g", 0) != other.new_member("g", 0)
     assert one.new_generation("t", ()) != other.new_generation("t", ())
     assert one.sampling_seed("s", 0) is None
+
+
+def test_a_tag_is_read_in_each_id_and_changes_nothing_that_is_sampled() -> None:
+    tag = "0badc0de"
+    for seed in (None, 7):
+        plain, tagged = SessionIds(1, seed), SessionIds(1, seed, tag)
+        for make in (lambda ids: ids.new_session(), lambda ids: ids.new_member("g", 2)):
+            id, other = make(tagged), make(plain)
+            assert (tag_of_session(id), tag_of_session(other)) == (tag, None)
+            assert rank_of_session(id) == rank_of_session(other) == 1
+            # As many random digits as without.
+            assert len(id) == len(other) + len(tag)
+            if seed is not None:
+                assert id.replace(tag, "", 1) == other
+                assert tagged.sampling_seed(id, 3) == plain.sampling_seed(other, 3)
 
 
 async def crowd(root: Path, chat: ChatFormat, order: list[int]) -> dict[str, set[str]]:

@@ -229,7 +229,8 @@ async def test_session_info_shows_state_times_and_rewards(proxy: Proxy) -> None:
     assert 90 < times["expires_in"] <= 100
     assert 1700 < times["idle_in"] <= 1800
     assert entry.pop("at") == pytest.approx(times["created_at"], abs=60)
-    assert entry == {"interaction_id": completion, "name": None, "value": 2.0, "by": "session"}
+    given = {"interaction_id": completion, "name": None, "value": 2.0, "by": "session"}
+    assert entry == {**given, "text": None}
     # And all of it once more from the journal.
     await ok(proxy.post("/rl/v1/finalize", {"await_reward": True, "deadline": 50}, key))
     shown = await info(proxy, session)

@@ -77,6 +77,85 @@ async def test_a_run_is_chosen_by_the_url_and_a_session_finds_its_own_by_its_key
         assert old["id"] != new["id"]
 
 
+async def test_a_sessions_id_finds_its_run_whichever_is_the_newest(opening: Opening) -> None:
+    async with opening() as cloud:
+        key, bob = await cloud.account("alice"), await cloud.account("bob")
+        await cloud.run(key, "old")
+        session = (await cloud.ask("POST", "/rl/v1/start_session", key, {})).json()
+        # Ids of AReaL's form name no run, which is no question while there is one.
+        areal = "/rl/v1/sessions/task-0-3"
+        assert (await cloud.ask("GET", areal, key)).json()["run"] == "alice/old/trial-1"
+        await cloud.run(key, "new")
+        id = session["session_id"]
+        head = {"X-Any-Agent-Session": id}
+        for method, path, body, headers in (
+            ("GET", f"/rl/v1/sessions/{id}", None, {}),
+            ("POST", f"/rl/v1/sessions/{id}/heartbeat", {}, {}),
+            ("DELETE", f"/rl/v1/sessions/{id}", None, {}),
+            ("GET", f"/rl/v1/sessions?session_id={id}", None, {}),
+            ("POST", "/rl/v1/finalize", {"session_id": id}, {}),
+            ("POST", "/rl/v1/set_reward", {"session_id": session["api_key"], "reward": 1}, {}),
+            ("POST", "/rl/v1/start_session", {"api_key": session["api_key"]}, {}),
+            ("POST", "/v1/chat/completions", {}, head),
+            ("POST", f"/{id}/v1/chat/completions", {}, {}),
+        ):
+            got = (await cloud.ask(method, path, key, body, **headers)).json()
+            assert (got["run"], got["path"]) == ("alice/old/trial-1", path), path
+        assert (await cloud.ask("GET", "/rl/v1/sessions", key)).json()["run"] == "alice/new/trial-1"
+        unclear = await cloud.ask("GET", areal, key)
+        assert (unclear.status_code, unclear.json()["error"]["code"]) == (404, "run_not_named")
+        assert "/runs/EXPERIMENT/TRIAL/" in unclear.json()["error"]["message"]
+        # Another's session is not there, as one that never was.
+        await cloud.run(bob, "own")
+        for other in (id, f"ses-0-0badc0de{'0' * 16}"):
+            gone = await cloud.ask("GET", f"/rl/v1/sessions/{other}", bob)
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "session_not_found")
+            assert "alice" not in gone.text
+        new = (await cloud.ask("POST", "/rl/v1/start_session", key, {})).json()
+        both = {"session_id": new["session_id"]}
+        two = await cloud.ask("POST", f"/rl/v1/sessions/{id}/abort", key, both)
+        assert (two.status_code, two.json()["error"]["code"]) == (400, "session_mismatch")
+
+
+async def test_an_account_sees_words_and_the_operator_where_it_failed(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "/srv/of-the-operator/models/tiny"
+    failures = (
+        StartupError(f"{place} is damaged: restore it from a copy"),
+        ConfigError(f"cannot write in {place}: choose another root"),
+        PermissionError(13, "Permission denied", place),
+        RuntimeError(f"cannot open {place}"),
+    )
+    monkeypatch.setattr("router.cloud.jobs._FIRST_PAUSE", 1000.0)
+    async with opening(hold=30.0) as cloud:
+        key = await cloud.account("alice")
+        for number, failure in enumerate(failures):
+
+            def fail(*_: Any, failure: Exception = failure) -> None:
+                raise failure
+
+            monkeypatch.setattr("router.cloud.launching.Launching._start", fail)
+            run = await cloud.run(key, f"e{number}")
+            refused = asyncio.create_task(cloud.ask("GET", "/rl/v1/run", key))
+            await until(partial(_is, cloud, key, run, "failed"), "the failure")
+            path = f"/rl/v1/runs/{run['id']}"
+            told = [
+                await cloud.ask("GET", path, key),
+                await cloud.ask("GET", "/rl/v1/runs", key),
+                await cloud.ask("POST", f"{path}/start", key),
+            ]
+            cloud.cloud._jobs.by_id[run["id"]].hurry()
+            told.append(await refused)
+            assert [answer.status_code for answer in told] == [200, 200, 202, 503]
+            for answer in told:
+                everything = answer.text + str(answer.headers)
+                assert "cannot be started" in everything
+                assert "of-the-operator" not in everything
+                assert str(cloud.root) not in everything
+            assert place in (await cloud.ask("GET", path, ADMIN)).json()["reason"]
+
+
 async def test_a_run_without_a_place_waits_and_is_told_why(opening: Opening) -> None:
     async with opening(places=1, hold=1.0, quiet_after=1000.0) as cloud:
         alice, bob = await cloud.account("alice"), await cloud.account("bob")

@@ -14,6 +14,8 @@ ROUTES = (
     ("DELETE", "/rl/v1/accounts/nobody", {"admin": 404}),
     ("POST", "/rl/v1/accounts/nobody/keys", {"admin": 404}),
     ("DELETE", "/rl/v1/accounts/nobody/keys/00000000", {"admin": 404}),
+    ("GET", "/rl/v1/usage", {"admin": 200, "alice": 200, "bob": 200}),
+    ("GET", "/metrics", {"admin": 200}),
     ("GET", "/rl/v1/account", {"alice": 200, "bob": 200}),
     ("POST", "/rl/v1/runs", {"alice": 400, "bob": 400}),
     ("GET", "/rl/v1/runs", {"admin": 200, "alice": 200, "bob": 200}),

@@ -27,7 +27,7 @@ from tests.support.errors import fails_with
 from tests.support.fixed_ranks import FixedRanks
 from tests.support.ports import own_port
 from tests.support.waiting import until
-from trainer.sync import NewWeights, base
+from trainer.sync import NewWeights, base, disk
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
 from trainer.sync.disk import DiskSync
 from trainer.sync.transports import TensorTransport
@@ -175,8 +175,14 @@ TRIED = ["pause", "resume"]
     ],
 )
 async def test_weights_reach_every_rank_that_does_not_refuse(
-    fleet: Fleet, answers: list[int], fails: int, events: list[str]
+    fleet: Fleet,
+    answers: list[int],
+    fails: int,
+    events: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Their folder, which is not there, is as it was written.
+    monkeypatch.setattr(disk, "damage", lambda _: None)
     fleet.engines[1].answers = list(answers)
     fleet.clients[1].fails = [ServiceUnavailable("away") for _ in range(fails)]
     refused = fails_with(TrainingError, "version 7") if answers == [400] else nullcontext()
