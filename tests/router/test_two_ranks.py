@@ -26,6 +26,7 @@ from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import Heartbeat
 from proxy_ext.server import entry_of
+from proxy_ext.sessions import task_advice
 from tests.support.errors import fails_with
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
@@ -194,8 +195,9 @@ async def test_sessions_are_leased_exported_acknowledged_and_vetoed_over_ranks(
 
 
 async def test_the_next_task_is_chosen_by_what_all_ranks_know(
-    pair: Pair, client: RLClient, http: httpx.AsyncClient
+    pair: Pair, client: RLClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(task_advice, "KEPT_SECONDS", 0.0)
     with fails_with(NotFound, "?task_id=", code="no_known_task"):
         await client.next_task()
     homes: list[int | None] = []

@@ -186,7 +186,8 @@ class MemoryJournal:
 
     async def page(self, wanted, *, before, limit):
         fields = {
-            name: getattr(wanted, name) for name in ("state", "task_id", "group_id", "tenant")
+            name: getattr(wanted, name)
+            for name in ("state", "task_id", "group_id", "tenant", "mode")
         }
         found = []
         for each in reversed(self.numbered()):
