@@ -74,7 +74,7 @@ def _groups(path: Path, config: Config, versions: WeightVersions, step: int) -> 
 
     def is_fresh(session: Trajectory) -> bool:
         made = versions.steps_of(versions_in([[session]])).values()
-        return step - max(made, default=step) <= config.rollout.eta
+        return 0 <= step - max(made, default=step) <= config.rollout.eta
 
     fresh, old = set(), Counter[str]()
     for one in _read(path):
@@ -94,7 +94,8 @@ def _groups(path: Path, config: Config, versions: WeightVersions, step: int) -> 
         else:
             kept.append(in_stable_order(group) if config.rollout.deterministic else group)
     too_old = sum(count for group, count in old.items() if group not in fresh)
-    reasons += Counter({f"of weights more than rollout.eta={config.rollout.eta} steps old": too_old})
+    words = f"of weights more than rollout.eta={config.rollout.eta} steps old, or newer than these"
+    reasons += Counter({words: too_old})
     for reason, count in sorted(reasons.items()):
         print(f"left out  {count} sessions: {reason}")
     print(f"sessions  {sum(map(len, kept))} in {len(kept)} groups", flush=True)

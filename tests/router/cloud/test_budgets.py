@@ -151,7 +151,7 @@ async def test_what_is_no_budget_is_refused_and_changes_nothing(
         bearer = {"Authorization": f"Bearer {ADMIN}"}
         answer = await cloud.http.put("/rl/v1/accounts/alice/budget", content=sent, headers=bearer)
         assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["code"] == "bad_request"
+        assert answer.json()["error"]["code"] == "invalid_request"
         nobodys = await cloud.ask("PUT", "/rl/v1/accounts/nobody/budget", ADMIN, {"calls": 3})
         assert nobodys.json()["error"]["code"] == "unknown_account"
         assert await status(cloud, "/rl/v1/accounts/alice/budget", alice, "PUT") == 403
