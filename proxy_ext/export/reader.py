@@ -56,7 +56,8 @@ class RunSessions:
     ) -> None:
         self.dir = run_dir
         self.settings = settings
-        """The settings of the run's last start, as far as they had to be read."""
+        """The settings of the run's last start, with those of the command line, as far as they had
+        to be read."""
         self._ranks = ranks
         self._wanted = wanted
         self._progress_shown = time.monotonic()
@@ -67,11 +68,12 @@ class RunSessions:
 
         ``settings``: False if the run's own are not needed, and need not be readable.
         """
-        config = load_config(arguments.config, overrides_of(arguments))
+        own = overrides_of(arguments)
+        config = load_config(arguments.config, own)
         run_dir = run_dir_of(config)
         saved = run_dir.path / "config.yaml"
         needed = run_dir.journals is None or settings
-        last = load_config(saved, environ={}) if needed and saved.is_file() else config
+        last = load_config(saved, own, environ={}) if needed and saved.is_file() else config
         if run_dir.journals is None:
             # The journals lie where the run's last start kept them.
             run_dir = run_dir_of(config.model_copy(update={"server": last.server}))
