@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
+from collections.abc import Container
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -65,8 +65,8 @@ class Budgets:
         self._exhausted: dict[str, BudgetExhausted] = {}
         self._day = ""
         """The day of the last look at all accounts."""
-        self._active: set[str] = set()
-        """Accounts that had a run in a place at the last look."""
+        self._active: dict[str, str] = {}
+        """The runs that had a place at the last look, with their accounts."""
 
     async def load(self) -> None:
         """Read the budgets, and judge them by the bills as they are stored."""
@@ -83,7 +83,7 @@ class Budgets:
         for account in self._all():
             await self._judge(account)
 
-    async def set(self, account: str, budget: Budget | None) -> None:
+    async def put(self, account: str, budget: Budget | None) -> None:
         """Store an account's own budget, None for the default one, and act on it."""
         if budget is None:
             await self._store.drop_meta(_META + account)
@@ -122,38 +122,43 @@ class Budgets:
         while True:
             try:
                 await self._round()
-            except sqlite3.Error as error:
-                log.warning("the budgets cannot be checked: %s; tried again", error)
+            except Exception:
+                log.warning("the budgets cannot be checked; tried again", exc_info=True)
             await asyncio.sleep(CHECK_EVERY)
 
     async def _round(self) -> None:
-        active = {job.account for job in self._jobs.by_id.values() if job.takes_place}
-        looked = active | self._active
+        active = {j.run.id: j.account for j in self._jobs.by_id.values() if j.takes_place}
+        # Those of the last look, too: a run counts until it has ended.
+        runs = active | self._active
+        looked, all_of_them = set(runs.values()), False
         if (today := day_of(time.time())) != self._day:
             # A new period may have begun; after a start, what runs did meanwhile is not known.
-            looked.update(self._all())
+            looked, all_of_them = self._all(), True
         for account in looked:
-            if self.of(account) is not None:
-                await self._look(account)
-        # Those of this look are looked at once more: a run counts until it has ended.
+            await self._look(account, None if all_of_them else runs.keys())
         self._active, self._day = active, today
 
     def _all(self) -> set[str]:
         """Return the accounts that may have used up a budget."""
-        return {*self._own, *(job.account for job in self._jobs.by_id.values())}
+        of_runs = (job.account for job in self._jobs.by_id.values())
+        return {*self._own, *self._exhausted, *of_runs}
 
-    async def _look(self, account: str) -> None:
-        """Judge an account by what its runs have counted by now."""
+    async def _look(self, account: str, runs: Container[str] | None = None) -> None:
+        """Judge an account by what these of its runs, None: all, have counted by now."""
         if self.of(account) is not None:
             for job in self._jobs.of_account(account):
-                await self._metering.copy(job.run, job.dir)
+                if runs is None or job.run.id in runs:
+                    await self._metering.copy(job.run, job.dir)
         await self._judge(account)
 
     async def _judge(self, account: str) -> None:
         """Find out whether an account's budget is used up, and stop or release its runs."""
-        budget, error = self.of(account), None
-        if budget is not None:
+        error, used = None, {}
+        while (budget := self.of(account)) is not None:
             used = await self._used(account, budget)
+            if budget is self.of(account):
+                break
+        if budget is not None:
             over = [name for name, limit in budget.limits.items() if used[name] >= limit]
             # One that stops runs is the one to tell.
             over.sort(key=lambda name: name not in _STOPPING)
@@ -164,8 +169,7 @@ class Budgets:
         else:
             self._exhausted[account] = error
         stops = error is not None and error.details["number"] in _STOPPING
-        for job in self._jobs.of_account(account):
-            self._jobs.halt(job, error if stops else None)
+        self._jobs.halt(account, error if stops else None)
 
     async def _used(self, account: str, budget: Budget) -> dict[str, Any]:
         first, last, _ = period_of(budget, _today())

@@ -63,6 +63,7 @@ async def test_calls_and_opens_end_with_the_budget_and_rewards_go_on(opening: Op
         named = "/runs/exp/trial-1"
         for path in (OPEN, "/rl/start_session", CALL, f"{named}{CALL}", f"/{session}/v1/responses"):
             assert await status(cloud, path, alice) == 402, path
+        assert await status(cloud, OPEN, alice, "GET") == 402
         for path in ("/rl/v1/set_reward", "/rl/v1/finalize", f"{named}/rl/set_reward"):
             assert await status(cloud, path, session) == 200, path
         assert await status(cloud, "/v1/models", alice, "GET") == 200
@@ -97,6 +98,9 @@ async def test_a_run_whose_steps_are_used_up_stops_and_goes_on_with_a_larger_bud
         started = await cloud.ask("POST", f"/rl/v1/runs/{run['id']}/start", alice)
         assert (started.status_code, started.json()["state"]) == (202, "stopped")
         assert cloud.cloud._jobs.stats.ends["budget"] == 1
+        other = await cloud.run(alice, "other")
+        assert await cloud.state(alice, other["id"]) == "stopped"
+        assert await status(cloud, "/runs/other/trial-1/rl/v1/set_reward", alice) == 402
         await set_budget(cloud, "alice", steps=4, per="total")
         assert await status(cloud, "/rl/v1/set_reward", session) == 200
 
