@@ -132,6 +132,18 @@ function show(chosen) {
   if (view === "text") readout.hidden = true;
 }
 
+// The address has the view, so that a link opens it.
+function remember() {
+  const here = new URL(location);
+  for (const link of [here, ...document.querySelectorAll(".pager a")]) {
+    const url = new URL(link.href);
+    if (view === "text") url.searchParams.delete("view");
+    else url.searchParams.set("view", view);
+    link.href = url.href;
+  }
+  history.replaceState(history.state, "", here);
+}
+
 let current = null;
 
 function point(span) {
@@ -169,7 +181,14 @@ document.addEventListener("keydown", (event) => {
 
 if (readout) {
   for (const answer of document.querySelectorAll(".answer")) seen.observe(answer);
-  document.querySelector(".views").addEventListener("change", (event) => show(event.target.value));
-  // A browser that goes back keeps what was chosen.
-  show(document.querySelector(".views :checked").value);
+  const views = document.querySelector(".views");
+  views.addEventListener("change", (event) => {
+    show(event.target.value);
+    remember();
+  });
+  const wanted = new URLSearchParams(location.search).get("view") ?? "text";
+  const known = [...views.elements].find((input) => input.value === wanted) ?? views.elements[0];
+  known.checked = true;
+  show(known.value);
+  remember();
 }
