@@ -63,17 +63,21 @@ class RunSessions:
         self._progress_shown = time.monotonic()
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace, *, settings: bool = True) -> RunSessions:
+    def of(cls, arguments: argparse.Namespace, *, settings: bool | Config = True) -> RunSessions:
         """Return the sessions that a command line names; raises as :func:`ranks_of`.
 
-        ``settings``: False if the run's own are not needed, and need not be readable.
+        ``settings``: the run's own, if they were read; False if they are not needed, and need not
+        be readable.
         """
         own = overrides_of(arguments)
         config = load_config(arguments.config, own)
         run_dir = run_dir_of(config)
         saved = run_dir.path / "config.yaml"
         needed = run_dir.journals is None or settings
-        last = load_config(saved, own, environ={}) if needed and saved.is_file() else config
+        if isinstance(settings, Config):
+            last = settings
+        else:
+            last = load_config(saved, own, environ={}) if needed and saved.is_file() else config
         if run_dir.journals is None:
             # The journals lie where the run's last start kept them.
             run_dir = run_dir_of(config.model_copy(update={"server": last.server}))
