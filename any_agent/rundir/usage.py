@@ -43,7 +43,7 @@ ON CONFLICT (day) DO UPDATE SET
 _CALLS = "SELECT day, prompt_tokens, sampled_tokens, calls FROM usage"
 _SESSIONS = "SELECT date(created_at, 'unixepoch'), COUNT(*) FROM sessions GROUP BY 1"
 TRAINER = "trainer"
-_OF_A_STEP = {"step", "time", "tokens"}
+_OF_A_STEP = ("step", "time", "tokens")
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -132,7 +132,13 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
         for text in lines:
             # A line may be incomplete: of a trainer that was killed, and of a step that is made
             # again.
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                if isinstance(line, dict) and line.keys() >= _OF_A_STEP and "eval" not in line:
+                if isinstance(line, dict) and "eval" not in line and _counts(line):
                     yield line
+
+
+def _counts(line: dict[str, Any]) -> bool:
+    """Return whether a line has the numbers of a step."""
+    numbers = [line.get(name) for name in _OF_A_STEP]
+    return all(type(n) in (int, float) and 0 <= n < 1e12 for n in numbers)  # type: ignore[operator]

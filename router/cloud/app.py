@@ -273,6 +273,9 @@ def _spends(method: str, target: str) -> bool:
     path = unquote(target.partition("?")[0])
     if (prefix := session_prefix(path)) is not None:
         path = path[len(prefix) + 1 :]
+        # As a rank does: clients put `/rl` behind the session's base URL.
+        if path.startswith("/v1/rl/"):
+            path = path.removeprefix("/v1")
     return path in (START, AREAL_START) or (method == "POST" and not path.startswith(_FREE))
 
 

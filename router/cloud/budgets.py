@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Container
 from datetime import UTC, date, datetime, timedelta
@@ -80,7 +81,8 @@ class Budgets:
             except ValidationError as error:
                 log.error("the budget of %s is not one, and nothing is allowed: %s", account, error)
                 self._own[account] = Budget(calls=0, per="total")
-        for account in self._all():
+        billed = await self._store.read("SELECT DISTINCT account FROM billed", ())
+        for account in {*self._own, *(name for (name,) in billed)}:
             await self._judge(account)
 
     async def put(self, account: str, budget: Budget | None) -> None:
@@ -120,23 +122,27 @@ class Budgets:
     async def keep(self) -> None:
         """Look at the bills until it is cancelled."""
         while True:
-            try:
-                await self._round()
-            except Exception:
-                log.warning("the budgets cannot be checked; tried again", exc_info=True)
-            await asyncio.sleep(CHECK_EVERY)
+            began = time.monotonic()
+            await self._round()
+            # Large runs take a while to read: at most a tenth of the time.
+            await asyncio.sleep(max(CHECK_EVERY, 9 * (time.monotonic() - began)))
 
     async def _round(self) -> None:
         active = {j.run.id: j.account for j in self._jobs.by_id.values() if j.takes_place}
         # Those of the last look, too: a run counts until it has ended.
         runs = active | self._active
-        looked, all_of_them = set(runs.values()), False
+        looked, failed = set(runs.values()), False
         if (today := day_of(time.time())) != self._day:
             # A new period may have begun; after a start, what runs did meanwhile is not known.
-            looked, all_of_them = self._all(), True
+            looked = self._all()
         for account in looked:
-            await self._look(account, None if all_of_them else runs.keys())
-        self._active, self._day = active, today
+            try:
+                await self._look(account, runs.keys() if self._day else None)
+            except sqlite3.Error as error:
+                log.warning("the budget of %s cannot be checked: %s", account, error)
+                failed = True
+        if not failed:
+            self._active, self._day = active, today
 
     def _all(self) -> set[str]:
         """Return the accounts that may have used up a budget."""
@@ -148,7 +154,11 @@ class Budgets:
         if self.of(account) is not None:
             for job in self._jobs.of_account(account):
                 if runs is None or job.run.id in runs:
-                    await self._metering.copy(job.run, job.dir)
+                    try:
+                        await self._metering.copy(job.run, job.dir)
+                    except Exception:
+                        # A broken folder must not let others, or its account, use more.
+                        log.warning("what %s has used is not known", job.run.name, exc_info=True)
         await self._judge(account)
 
     async def _judge(self, account: str) -> None:
@@ -186,7 +196,7 @@ def _exhausted(account: str, budget: Budget, name: str, used: float) -> BudgetEx
     each = {"day": " a day", "month": " a month", "total": ""}[budget.per]
     then = f"it begins anew on {ends} (UTC), or " if ends else ""
     return BudgetExhausted(
-        f"the budget of the account {account}, {limit:g} {name}{each}, is used up ({used:g}): "
-        f"{then}the operator raises it (PUT /rl/v1/accounts/{account}/budget)",
+        f"the budget of the account {account}, {limit:.15g} {name}{each}, is used up "
+        f"({used:.15g}): {then}the operator raises it (PUT /rl/v1/accounts/{account}/budget)",
         details={"number": name, "used": used, "limit": limit, "ends": ends},
     )

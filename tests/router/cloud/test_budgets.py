@@ -66,6 +66,7 @@ async def test_calls_and_opens_end_with_the_budget_and_rewards_go_on(opening: Op
         assert await status(cloud, OPEN, alice, "GET") == 402
         for path in ("/rl/v1/set_reward", "/rl/v1/finalize", f"{named}/rl/set_reward"):
             assert await status(cloud, path, session) == 200, path
+        assert await status(cloud, f"/{session}/v1/rl/set_reward", "DUMMY") == 200
         assert await status(cloud, "/v1/models", alice, "GET") == 200
         assert await cloud.state(alice, run["id"]) == "running"
         assert await status(cloud, CALL, bob) == 200
@@ -131,6 +132,33 @@ async def test_a_budget_survives_a_restart_and_not_its_account(opening: Opening)
         dropped = await cloud.ask("DELETE", "/rl/v1/accounts/alice/budget", ADMIN)
         assert (dropped.json()["limits"], dropped.json()["per"]) == ({"calls": 5}, "day")
         assert await status(cloud, CALL, alice) == 200
+
+
+async def test_a_new_period_lets_what_was_used_up_go_on(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opening(budget={"steps": 2, "per": "day"}) as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        assert await status(cloud, OPEN, alice) == 200
+        train(cloud, run, 1, 2)
+
+        async def state(wanted: int) -> bool:
+            return await status(cloud, CALL, alice) == wanted
+
+        await until(lambda: state(402))
+        tomorrow = time.time() + 86_400
+        monkeypatch.setattr(budgets.time, "time", lambda: tomorrow)
+        await until(lambda: state(200))
+
+
+async def test_a_run_that_cannot_be_read_frees_nobody(opening: Opening) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        RunDir(cloud.folder(run)).metrics.mkdir(parents=True)
+        assert (await set_budget(cloud, "alice", calls=0))["exhausted"] == "calls"
+        assert await status(cloud, CALL, alice) == 402
 
 
 @pytest.mark.parametrize(
