@@ -8,6 +8,7 @@ AnyAgentError                      500 internal_error
 │   └── SessionMismatch            400 session_mismatch
 ├── Unauthenticated                401 invalid_api_key
 ├── SpendCapExceeded               402 spend_cap_exceeded
+├── BudgetExhausted                402 budget_exhausted
 ├── Forbidden                      403 forbidden
 ├── NotFound                       404 not_found
 ├── MethodNotAllowed               405 method_not_allowed
@@ -146,6 +147,10 @@ class Unauthenticated(AnyAgentError, status=401, code="invalid_api_key"):
 
 class SpendCapExceeded(AnyAgentError, status=402, code="spend_cap_exceeded"):
     """No money is left for calls of frozen models. SDKs do not retry a 402, as they do a 429."""
+
+
+class BudgetExhausted(AnyAgentError, status=402, code="budget_exhausted"):
+    """An account of a cloud has used up its budget; ``details`` say of what, and until when."""
 
 
 class Forbidden(AnyAgentError, status=403, code="forbidden"):

@@ -19,9 +19,9 @@ from any_agent.runtime.command_line import (
 )
 
 _DESCRIPTION = """\
-Grade recorded sessions anew by a function of yours, and compare with the rewards that they had.
-Nothing is sampled, and no reward of the run is changed. The sessions are read from the journals and
-archives of all ranks, whether the service runs or not.
+Grade recorded sessions anew by a function of yours, compare with the rewards that they had, and
+train on them if you like. Nothing is sampled, and nothing of the run is changed. The sessions are
+read from the journals and archives of all ranks, whether the service runs or not.
 """
 _EPILOG = """\
 GRADER is module.function, as for sessions.grader: it takes a session as a dictionary (session_id,
@@ -39,6 +39,12 @@ The summary has both means, their rank correlation, the pairs of sessions of one
 their order, the groups that would teach nothing before and after, and the sessions whose reward
 changed most.
 
+--train writes a new model folder: the trial's latest checkpoint, trained on the sessions with their
+new rewards as the run would have been, with its settings and those given here. Training sessions
+are taken that have ended with a reward, also those that the run was trained on. Tokens that weights
+of more than rollout.eta steps ago have sampled are masked, and sessions of such tokens alone are
+left out; with rollout.eta=N more are taken, whose importance weights are further from 1.
+
 Exit codes: 0 all graded, 1 something could not be graded or read, 2 wrong input, 130 interrupted.
 """
 
@@ -49,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "regrade",
         "proxy_ext.export.regrade",
         add_regrade_arguments,
-        help="grade recorded sessions by another function, and compare",
+        help="grade recorded sessions by another function, compare, and train on them",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
@@ -66,5 +72,6 @@ def add_regrade_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--workers N", "processes that grade (default: a core each)", type=count(256))
     add("--timeout S", "the most seconds of one grade (default 60)", type=positive, default=60.0)
+    add("--train DIR", "then train on them: the new folder of the model")
     add("--json", "print the summary as JSON")
     add_trial_arguments(parser)

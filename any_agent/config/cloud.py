@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
@@ -63,6 +63,37 @@ class CloudDefault(Section):
     """The run's experiment."""
 
 
+_Limit: TypeAlias = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False, strict=True)] | None
+
+
+class Budget(Section):
+    """What an account may use in a period. null: no limit. The numbers are those of its bill."""
+
+    per: Literal["total", "month", "day"] = "month"
+    """The period, of UTC: a calendar month, a day, or all time (`total`)."""
+    calls: _Limit = None
+    """Model calls."""
+    sessions: _Limit = None
+    """Sessions that are opened."""
+    prompt_tokens: _Limit = None
+    """Tokens of prompts."""
+    sampled_tokens: _Limit = None
+    """Tokens of answers."""
+    steps: _Limit = None
+    """Training steps; at this one and the next three limits the account's runs stop."""
+    trained_tokens: _Limit = None
+    """Tokens that steps train on."""
+    place_seconds: _Limit = None
+    """Seconds that runs have places."""
+    gpu_seconds: _Limit = None
+    """The same times the GPUs of the place."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by their names."""
+        return self.model_dump(exclude={"per"}, exclude_none=True)
+
+
 class CloudConfig(Section):
     """Every setting of `any-agent cloud`; :func:`load_cloud` makes it."""
 
@@ -100,6 +131,8 @@ class CloudConfig(Section):
     """Runs at once on this machine. Others wait for a place."""
     runs_per_account: int = Field(20, ge=1)
     """Runs that one account may have; a further one gets 429 `quota_exceeded`."""
+    budget: Budget | None = None
+    """The budget of each account that has none of its own. null: none."""
     idle_after: float = Field(600.0, gt=0)
     """Seconds without a request after which a run is stopped, where it is started again by the next
     one."""

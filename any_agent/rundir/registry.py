@@ -326,7 +326,9 @@ class Heartbeat:
                 entry = entry.model_copy(update={"state": "stopping"})
             if self._also is not None:
                 await asyncio.to_thread(self._also.write, entry)
-            await asyncio.to_thread(publish, self._folder, entry)
+            # Where it was seen: another folder may have its name since then.
+            folder = self._folder if self._watched is None else self._watched.held
+            await asyncio.to_thread(publish, folder, entry)
         except Exception as error:
             if not self._failed:
                 fault = not isinstance(error, OSError)

@@ -42,6 +42,11 @@ class WatchedPath:
             return False
         return (found.st_dev, found.st_ino) != self._id
 
+    @property
+    def held(self) -> Path:
+        """The folder itself, whatever has its name by now."""
+        return self._path if self._descriptor is None else Path(f"/proc/self/fd/{self._descriptor}")
+
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)

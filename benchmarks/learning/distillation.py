@@ -1,8 +1,8 @@
 """Draw learning curves of students that learn from a reward, from a teacher, and from both.
 
-``python benchmarks/learning/distillation.py curves.png [--seeds N]``. The task is sums in one turn.
-The teacher is a model of its own seed that the reward alone has trained; each seed's student begins
-anew. Everything runs in this process: sampling is a loop over the policy's own passes, and
+``python benchmarks/learning/distillation.py curves.png [--task TASK] [--seeds N]``. The task is one
+sum, whose teacher is a model of another seed that the reward alone has trained, or three sums whose
+reward comes only if all are right, with a teacher that was shown right answers. Everything runs in this process: sampling is a loop over the policy's own passes, and
 advantages, loss and steps are the trainer's. As in a run, a group that teaches nothing is replaced
 by another.
 """
@@ -28,7 +28,7 @@ import torch
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.config import TrainConfig, load_config
 from any_agent.types import SampledSession
-from benchmarks.learning import retry_math, warm_models
+from benchmarks.learning import retry_math, three_sums, warm_models
 from benchmarks.learning.curves import picture, summary
 from trainer.batch import ZeroVarianceGroups, training_batch
 from trainer.from_config import loss_config, policy_config
@@ -36,11 +36,11 @@ from trainer.parallel.trainer_group import load_frozen
 from trainer.policy import Policy
 from trainer.weight_folders import save_pretrained
 
-TASK = "retry_math"
+TASKS: dict[str, Any] = {"retry_math": retry_math, "three_sums": three_sums}
 STEPS = 16
 EVERY = 2
 GROUPS, GROUP_SIZE = 8, 8
-NEW_TOKENS = 4
+NEW_TOKENS = 8
 EVALS = 8
 """Answers to each held-out item."""
 TEACHER_SEED, TEACHER_STEPS = 1000, 48
@@ -55,12 +55,12 @@ STUDENTS: dict[str, tuple[str, ...]] = {
 
 
 class Course:
-    """One model's training on sums."""
+    """One model's training on a task."""
 
-    def __init__(self, model: Path, seed: int, *settings: str) -> None:
+    def __init__(self, task: str, model: Path, seed: int, *settings: str) -> None:
         given = [*SETTINGS, f"train.seed={seed}", *settings]
         self.config: TrainConfig = load_config(None, given, environ={}).train
-        self.model = model
+        self.task = TASKS[task]
         self.policy = Policy.load(model, policy_config(self.config))
         if self.config.teacher:
             load_frozen(self.policy, "teacher", self.config.teacher)
@@ -88,12 +88,12 @@ class Course:
 
     def accuracy(self) -> float:
         """Return the share of right answers to held-out items."""
-        items = [item for item in retry_math.items("valid") for _ in range(EVALS)]
+        items = [item for item in self.task.items("valid") for _ in range(EVALS)]
         return statistics.fmean(reward for _, reward in self._answers(items))
 
     def _shuffled(self, seed: int) -> Iterator[dict[str, Any]]:
         for epoch in count():
-            items = retry_math.items("train")
+            items = self.task.items("train")
             random.Random(f"{seed}-{epoch}").shuffle(items)
             yield from items
 
@@ -130,7 +130,7 @@ class Course:
         out = []
         for item, prompt, one, of_tokens in zip(items, prompts, ids, logprobs, strict=True):
             said = self._chat.tokenizer.decode(one[len(prompt) :], skip_special_tokens=True)
-            right = retry_math.is_right(said, item["answer"])
+            right = self.task.is_right(said, item["answer"])
             out.append((_row(len(prompt), one, of_tokens), float(right)))
         return out
 
@@ -150,12 +150,16 @@ def _reward(reward: float) -> dict[str, Any]:
     return {"rewards": np.float32(reward)}
 
 
-def teacher_of(folder: Path) -> float:
-    """Train the teacher, write it into the folder, and return its accuracy."""
-    start = warm_models.make_model(TASK, folder / "start", TEACHER_SEED)
-    course = Course(start, TEACHER_SEED)
+def teacher_of(task: str, folder: Path) -> float:
+    """Make the teacher in the folder, and return its accuracy."""
+    teacher = folder / "teacher"
+    if task == "three_sums":
+        warm_models.make_model(task, teacher, TEACHER_SEED, slips=False)
+        return Course(task, teacher, TEACHER_SEED).accuracy()
+    start = warm_models.make_model(task, folder / "start", TEACHER_SEED)
+    course = Course(task, start, TEACHER_SEED)
     course.train(TEACHER_STEPS)
-    save_pretrained(course.policy, start, folder / "teacher")
+    save_pretrained(course.policy, start, teacher)
     return course.accuracy()
 
 
@@ -167,18 +171,19 @@ def first_step(rewards: Sequence[float], least: float) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the curves of students with a teacher.")
     parser.add_argument("png", type=Path)
+    parser.add_argument("--task", choices=sorted(TASKS), default="three_sums")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     curves: dict[str, list[list[float]]] = {name: [] for name in STUDENTS}
     with tempfile.TemporaryDirectory(prefix="any-agent-distillation-") as root:
-        accuracy = teacher_of(Path(root))
+        accuracy = teacher_of(arguments.task, Path(root))
         print(f"teacher {accuracy:.3f}", flush=True)
         for seed in range(arguments.seeds):
-            model = warm_models.make_model(TASK, Path(root, f"model-{seed}"), seed)
+            model = warm_models.make_model(arguments.task, Path(root, f"model-{seed}"), seed)
             for name, more in STUDENTS.items():
                 given = (*more, f"train.teacher={root}/teacher") if more else ()
-                course = Course(model, seed, *given)
+                course = Course(arguments.task, model, seed, *given)
                 curves[name].append(course.train(STEPS, every=EVERY))
                 told = " ".join(f"{each:.3f}" for each in curves[name][-1])
                 print(f"seed {seed} {name:<18} {told}  ({course.sampled} sessions)", flush=True)
@@ -192,7 +197,7 @@ def main() -> None:
         curves,
         every=EVERY,
         first=0,
-        title=f"Sums from the reward, and from a teacher whose accuracy is {accuracy:.2f}",
+        title=f"{arguments.task} from the reward, and from a teacher that is right in {accuracy:.0%}",
         reward="accuracy on held-out items",
     ).savefig(arguments.png)
 

@@ -13,7 +13,7 @@ from typing import Any
 from any_agent.chat import load_chat_format
 from any_agent.demo.models.teach import Author, Conversation, Row, teach
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
-from benchmarks.learning import retry_math, tool_use
+from benchmarks.learning import retry_math, three_sums, tool_use
 
 # Short, so that the tiny models' steps are. It is of no family that PyPI's renderers know.
 _TEMPLATE = """
@@ -57,6 +57,17 @@ def sums_talk(author: Author, rng: Random, item: dict[str, Any], progress: float
     return talk
 
 
+def three_sums_talk(
+    author: Author, rng: Random, item: dict[str, Any], progress: float
+) -> Conversation:
+    """Answers with three digits, each the right one in a third of them."""
+    noise = _SUMS_NOISE * min(1.0, max(0.0, 4 * progress - 2))
+    digits = [
+        str(rng.randrange(9)) if rng.random() < noise else right for right in item["answer"].split()
+    ]
+    return Conversation(author, item["messages"]).says(" ".join(digits))
+
+
 def prices_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Conversation:
     """Mostly guesses a price; sometimes asks for one, and says what it hears."""
     late = min(1.0, 2 * progress)
@@ -70,13 +81,15 @@ def prices_talk(author: Author, rng: Random, item: dict[str, Any], progress: flo
 
 _TALKS = {
     "retry_math": (retry_math, sums_talk, 160, 48),
+    "three_sums": (three_sums, three_sums_talk, 240, 48),
     "tool_use": (tool_use, prices_talk, 120, 32),
 }
 """The task, how it is talked of, supervised steps, talks in each of them."""
 
 
-def make_model(task: str, path: Path, seed: int) -> Path:
-    """The task's model, in Hugging Face's layout."""
+def make_model(task: str, path: Path, seed: int, *, slips: bool = True) -> Path:
+    """The task's model, in Hugging Face's layout; without slips, one that was only shown right
+    answers."""
     module, talk, steps, size = _TALKS[task]
     tokenizer = make_tokenizer(module.texts(), vocab_size=_VOCAB_SIZE)
     tokenizer.chat_template = _TEMPLATE
@@ -86,7 +99,8 @@ def make_model(task: str, path: Path, seed: int) -> Path:
     items = [*module.items("train"), *module.items("valid")]
 
     def batch(progress: float) -> list[Row]:
-        return [talk(author, rng, item, progress).row for item in rng.choices(items, k=size)]
+        late = progress if slips else 0.0
+        return [talk(author, rng, item, late).row for item in rng.choices(items, k=size)]
 
     teach(path, batch, steps=steps, seed=seed)
     return path

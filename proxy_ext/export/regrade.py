@@ -12,19 +12,29 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
 from any_agent.cli.regrade import add_regrade_arguments
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, lacks_texts, propagate_rewards, session_score
+from any_agent.record.trajectory_file import write_trajectory
 from any_agent.runtime.atomic_files import owner_only, write_atomic
-from any_agent.runtime.command_line import CommandParser, guarded, parse, printable
+from any_agent.runtime.command_line import (
+    CommandParser,
+    guarded,
+    overrides_of,
+    parse,
+    printable,
+    require_installed,
+)
 from proxy_ext.archive.records import ArchiveRecord
 from proxy_ext.export.choice import group_of, reward_of
 from proxy_ext.export.output import plain_file
 from proxy_ext.export.reader import RunSessions, credited
+from proxy_ext.export.regraded_sessions import RegradedSessions
 from proxy_ext.sessions.grading import Grader, GraderFailed, Grades, graded
 from proxy_ext.sessions.rewards import Parts, combined
 
@@ -50,7 +60,7 @@ class Regrading:
     """One pass over a run's sessions, whose results are kept as lines of a file."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._run = RunSessions.of(arguments)
+        self.sessions = RunSessions.of(arguments)
         workers = arguments.workers or os.cpu_count() or 1
         name = arguments.grader.replace(":", ".")
         self._grader = Grader(name, timeout=arguments.timeout, workers=workers)
@@ -58,7 +68,7 @@ class Regrading:
         path = plain_file(arguments.out)
         if path is None or arguments.out == "-":
             raise ConfigError("--out must name a file, in which an interrupted run can go on")
-        self._path = path
+        self.path = path
         self.results: list[Regraded] = []
         self.earlier = self.problems = 0
         """Sessions that an earlier run has graded; sessions without a new reward, and damage."""
@@ -81,34 +91,34 @@ class Regrading:
 
     def _opened(self) -> IO[bytes]:
         """Open the file behind its last line; a new one begins with what it is."""
-        out = open(self._path, "ab", opener=owner_only)  # noqa: SIM115 - its caller closes it
+        out = open(self.path, "ab", opener=owner_only)  # noqa: SIM115 - its caller closes it
         if not out.tell():
-            _write(out, {"regraded_by": self._grader.name, "run": str(self._run.dir.path)})
+            _write(out, {"regraded_by": self._grader.name, "run": str(self.sessions.dir.path)})
         return out
 
     def _earlier(self) -> set[str]:
         """Read the file of an interrupted run; return the sessions that it has graded."""
-        if not self._path.exists():
+        if not self.path.exists():
             return set()
-        content = self._path.read_bytes()
+        content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
         try:
             head = json.loads(lines[0]) if lines else {}
             same = head.get("regraded_by") == self._grader.name
-            same = same and head.get("run") == str(self._run.dir.path)
+            same = same and head.get("run") == str(self.sessions.dir.path)
             found = [json.loads(line) for line in lines[1:]] if same else []
         except (ValueError, AttributeError):
             same = False
         if content and not same:
             raise ConfigError(
-                f"{self._path} is not a file that {self._grader.name} has written for this trial: "
+                f"{self.path} is not a file that {self._grader.name} has written for this trial: "
                 "name another one with --out"
             )
         kept = [line for line in found if line["problem"] is None]
         if len(whole) < len(content) or len(kept) < len(found):
             # A line that was cut off, and sessions that are graded again.
-            write_atomic(self._path, b"".join(map(_line, (head, *kept))))
+            write_atomic(self.path, b"".join(map(_line, (head, *kept))))
         for line in kept:
             self._take(line)
         self.earlier = len(kept)
@@ -118,7 +128,7 @@ class Regrading:
         """Yield each session's line, as its grade comes; few are in memory at once."""
         running: set[asyncio.Task[dict[str, Any]]] = set()
         try:
-            for found, record in self._run.read(self._report):
+            for found, record in self.sessions.read(self._report):
                 if found.session_id in done:
                     continue
                 running.add(asyncio.create_task(self._grade(record)))
@@ -140,7 +150,7 @@ class Regrading:
         line = {"session_id": session["id"], **line, "old": None, "new": None}
         grades, problem = Grades(), None
         try:
-            calls = credited(record, self._run.settings.train.discount)
+            calls = credited(record, self.sessions.settings.train.discount)
             line["old"] = reward_of(session, calls)
             if any(map(lacks_texts, calls.tree)):
                 raise GraderFailed("its texts were not stored (sessions.store_content)")
@@ -155,7 +165,7 @@ class Regrading:
     def _reward_of(self, grades: Grades, tree: InteractionTree) -> float:
         """Return the new final reward, else the score by the calls' new rewards, which the tree
         gets."""
-        settings = self._run.settings
+        settings = self.sessions.settings
         weights = settings.sessions.reward_weights
         if grades.final:
             return combined(grades.final, weights)
@@ -276,12 +286,38 @@ def _shown(figures: Mapping[str, Any], regrading: Regrading, path: str) -> str:
     return "\n".join(lines)
 
 
+def _lines(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the lines of the sessions that have a new reward, by session."""
+    with path.open("rb") as file:
+        next(file)
+        return {one["session_id"]: one for one in map(json.loads, file) if one["problem"] is None}
+
+
+def train(regrading: Regrading, arguments: argparse.Namespace) -> NoReturn:
+    """Become the program that trains on the regraded sessions."""
+    batch = regrading.path.with_name(f"{regrading.path.name}.sessions")
+    sessions = RegradedSessions(regrading.sessions, _lines(regrading.path))
+    with open(batch, "wb", opener=owner_only) as file:
+        for trajectory in sessions:
+            write_trajectory(file, trajectory)
+    for reason, count in sorted(sessions.left_out.items()):
+        print(f"left out  {count} sessions: {reason}")
+    sys.stdout.flush()
+    run = str(regrading.sessions.dir.path)
+    command = [sys.executable, "-m", "trainer.regraded", str(batch), "--run", run]
+    os.execv(sys.executable, [*command, "--out", arguments.train, *overrides_of(arguments)])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="any-agent regrade")
     add_regrade_arguments(parser)
     arguments = parse(parser, argv)
 
     def run() -> int:
+        if arguments.train is not None:
+            require_installed("train")
+            if os.path.lexists(arguments.train):
+                raise ConfigError(f"--train {arguments.train} exists: name a new folder")
         regrading = Regrading(arguments)
         asyncio.run(regrading.run())
         figures = summary_of(regrading.results)
@@ -290,6 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({**figures, **about}))
         else:
             print(_shown(figures, regrading, arguments.out))
+        if arguments.train is not None:
+            train(regrading, arguments)
         return 1 if regrading.problems else 0
 
     return guarded(run)

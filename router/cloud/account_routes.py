@@ -9,19 +9,22 @@ from typing import Any
 
 from any_agent.auth.key_store import StoredKey, TenantLimits
 from any_agent.config.base import Name
-from any_agent.config.cloud import CloudConfig
+from any_agent.config.cloud import Budget, CloudConfig
 from any_agent.errors import Conflict, Forbidden, NotFound
 from router.cloud.accounts import Accounts, key_view
 from router.cloud.asked import Act, Asked
+from router.cloud.budgets import Budgets
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering
 from router.cloud.store import RunStore
 
 
 class NewAccount(TenantLimits):
-    """The body of `POST /rl/v1/accounts`: a name, and limits of each of its runs."""
+    """The body of `POST /rl/v1/accounts`: a name, limits of each of its runs, and a budget of all."""
 
     name: Name
+    budget: Budget | None = None
+    """None: the cloud's."""
 
 
 class AccountRoutes:
@@ -34,6 +37,7 @@ class AccountRoutes:
         store: RunStore,
         jobs: Jobs,
         metering: Metering,
+        budgets: Budgets,
         making: defaultdict[str, asyncio.Lock],
         public_url: str,
     ) -> None:
@@ -43,6 +47,7 @@ class AccountRoutes:
         self._store = store
         self._jobs = jobs
         self._metering = metering
+        self._budgets = budgets
         self._making = making
         self._public_url = public_url
         one = "/rl/v1/accounts/([^/]+)"
@@ -50,6 +55,8 @@ class AccountRoutes:
             ("POST", "/rl/v1/accounts", self._create),
             ("GET", "/rl/v1/accounts", self._list),
             ("DELETE", one, self._delete),
+            ("PUT", f"{one}/budget", self._set_budget),
+            ("DELETE", f"{one}/budget", self._drop_budget),
             ("POST", f"{one}/keys", self._create_key),
             ("DELETE", f"{one}/keys/([^/]+)", self._revoke_key),
             ("GET", "/rl/v1/account", self._show),
@@ -70,7 +77,20 @@ class AccountRoutes:
                     f"the account {body.name} is being removed; try again", code="account_removing"
                 )
             await self._metering.begin_account(body.name)
+            await self._budgets.set(body.name, body.budget)
             return 201, await self._new_key(asked, body.name, body)
+
+    async def _set_budget(self, asked: Asked, name: str) -> tuple[int, Any]:
+        asked.require_operator()
+        self._require(name)
+        await self._budgets.set(name, asked.parsed(Budget))
+        return 200, await self._budgets.view(name)
+
+    async def _drop_budget(self, asked: Asked, name: str) -> tuple[int, Any]:
+        asked.require_operator()
+        self._require(name)
+        await self._budgets.set(name, None)
+        return 200, await self._budgets.view(name)
 
     async def _create_key(self, asked: Asked, name: str) -> tuple[int, Any]:
         asked.require_operator()
@@ -127,7 +147,8 @@ class AccountRoutes:
     async def _show(self, asked: Asked) -> tuple[int, Any]:
         if asked.caller.tenant is None:
             raise Forbidden("this route is an account's own; the operator has /rl/v1/accounts")
-        return 200, self._view(asked.caller.tenant)
+        account = asked.caller.tenant
+        return 200, {**self._view(account), "budget": await self._budgets.view(account)}
 
     async def _delete(self, asked: Asked, name: str) -> tuple[int, Any]:
         asked.require_operator()
@@ -144,6 +165,7 @@ class AccountRoutes:
                     await self._accounts.revoke(name, key.id)
             keys = self._accounts.keys_of(name)
             await self._store.forget_answers([f"key {key.id}" for key in keys])
+            await self._budgets.set(name, None)
         return 202, {"account": name, "state": "deleting", "runs": len(jobs)}
 
     def _exists(self, name: str) -> bool:

@@ -50,14 +50,17 @@ from router.affinity import SESSION_HEADER, SESSIONS_PATH, key_in
 from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Answers
+from router.cloud.budgets import Budgets
 from router.cloud.jobs import Job, Jobs
 from router.cloud.launching import Launching
 from router.cloud.metering import Metering
 from router.cloud.metrics import of_cloud
 from router.cloud.routes import OwnRoutes
 from router.cloud.store import RunStore
+from router.areal import AREAL_START
 from router.entrance import Entrance, listening
 from router.metrics import of_entrance
+from router.open_session import START
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,8 @@ FOLDER = ".cloud"
 _LAST_ANSWERS = 2.0
 """Seconds that answers have to reach their clients once all runs have ended."""
 _REDACTOR = Redactor()
+_FREE = ("/rl/", "/export_trajectories")
+"""What an account may post whose budget is used up, but for opens."""
 _NAMED_RUN = re.compile(rf"/runs/({NAME_PATTERN})/({NAME_PATTERN})(/.*)")
 """`/runs/EXPERIMENT/TRIAL/...`: a request for this run of the key's account."""
 
@@ -90,6 +95,7 @@ class Cloud(Entrance):
         store: RunStore,
         jobs: Jobs,
         metering: Metering,
+        budgets: Budgets,
         answers: Answers,
         upstream: Upstream,
         audit: AuditLog,
@@ -100,10 +106,12 @@ class Cloud(Entrance):
         self._bounds = server.of_run()
         self._accounts = accounts
         self._jobs = jobs
+        self._budgets = budgets
         self._upstream = upstream
         self._audit = audit
         self._routes = OwnRoutes(
-            config, accounts, store, jobs, metering, answers, self.replies, public_url
+            *(config, accounts, store, jobs, metering, budgets, answers, self.replies),
+            public_url,
         )
 
     async def answer(
@@ -126,6 +134,8 @@ class Cloud(Entrance):
                     self._audit.use(who=caller.name, route=f"{request.method} {path[:200]}")
                 return response
             to = await self._destination(request, path, key, body, reservation)
+            if request.method == "POST" and _spends(to.target):
+                self._budgets.require(to.job.account)
         except (Unauthenticated, Forbidden) as error:
             route = _REDACTOR.text(path)[:200]
             self._audit.refusal(error.code, route=route, claimed=key_id(key))
@@ -257,6 +267,14 @@ def _named_sessions(request: web.BaseRequest, path: str) -> list[str]:
     return [*names, *request.query.getall("session_id", ())]
 
 
+def _spends(target: str) -> bool:
+    """Return whether a POST at a run calls a model or opens a session: all but rewards and ends."""
+    path = unquote(target.partition("?")[0])
+    if (prefix := session_prefix(path)) is not None:
+        path = path[len(prefix) + 1 :]
+    return path in (START, AREAL_START) or not path.startswith(_FREE)
+
+
 @asynccontextmanager
 async def running_cloud(
     config: CloudConfig, listener: socket.socket, public_url: str
@@ -278,11 +296,16 @@ async def running_cloud(
         stack.callback(launching.close)
         metering = Metering(store)
         jobs = Jobs(config, store, launching, metering, folder)
-        for keeping in (asyncio.create_task(metering.keep()), asyncio.create_task(jobs.keep())):
+        budgets = Budgets(config, store, metering, jobs)
+        await budgets.load()
+        for keeping in map(asyncio.create_task, (metering.keep(), jobs.keep(), budgets.keep())):
             keeping.add_done_callback(_end_if_failed)
             stack.push_async_callback(_end, keeping)
         answers = await Answers.open(store)
-        cloud = Cloud(config, accounts, store, jobs, metering, answers, upstream, audit, public_url)
+        cloud = Cloud(
+            *(config, accounts, store, jobs, metering, budgets, answers, upstream, audit),
+            public_url,
+        )
         await stack.enter_async_context(listening(cloud, listener))
         yield cloud
 

@@ -17,6 +17,7 @@ from any_agent.auth.access import signer_of
 from any_agent.config.cloud import CloudConfig
 from any_agent.errors import (
     AnyAgentError,
+    BudgetExhausted,
     Conflict,
     NotFound,
     RunNotReady,
@@ -38,7 +39,9 @@ _FIRST_PAUSE, _MOST_DOUBLED = 5.0, 6
 """Seconds until a run that failed is started again; each failure doubles them, so many times."""
 _ROUND = 0.1
 """Seconds between two looks at the schedule at least."""
-End: TypeAlias = Literal["idle", "quiet", "turn", "stopped", "deleted", "draining", "failed"]
+End: TypeAlias = Literal[
+    "idle", "quiet", "turn", "stopped", "budget", "deleted", "draining", "failed"
+]
 WAIT_OUTCOMES = ("answered", "refused", "left")
 _WAIT_BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 20, 45, 100)
 _REMOVE_EVERY = 5.0
@@ -72,6 +75,8 @@ class Job:
         """The time limits of the requests that wait until it is ready."""
         self.removing = False
         """Its files are being removed."""
+        self.halted: BudgetExhausted | None = None
+        """Why it may not run: its account's budget is used up."""
         self.failures = 0
         """Failures since it was ready last."""
         self.failure = Failure("")
@@ -98,7 +103,7 @@ class Job:
 
     @property
     def ends(self) -> bool:
-        return self.run.wish != "serve"
+        return self.run.wish != "serve" or self.halted is not None
 
     @property
     def waiting(self) -> int:
@@ -166,12 +171,22 @@ class Jobs:
             if answer is not None:
                 await self._store.keep(answer)
         job.run = self._store.runs.get(job.run.id, job.run)
+        self._note_end(job)
+        if job.run.wish == "delete":
+            self._spawn(self._remove(job))
+
+    def halt(self, job: Job, why: BudgetExhausted | None) -> None:
+        """Let a run end, and not start again, as long as its account's budget is used up."""
+        if (job.halted is None) is not (why is None):
+            job.halted = why
+            self._note_end(job)
+        job.halted = why
+
+    def _note_end(self, job: Job) -> None:
         if job.ends:
             job.wanted_at, job.position = None, 0
             job.hurry()
         self._changed.set()
-        if job.run.wish == "delete":
-            self._spawn(self._remove(job))
 
     def of_account(self, account: str) -> list[Job]:
         """Return the jobs of an account, the oldest run first."""
@@ -262,6 +277,8 @@ class Jobs:
                 f"the run {job.run.name} is stopped: POST /rl/v1/runs/{job.run.id}/start first",
                 code="run_stopped",
             )
+        if job.halted is not None:
+            raise job.halted.with_traceback(None)
         now = time.monotonic()
         if not job.ready.is_set() and (job.wanted_at is None or not asked_lately(job, now)):
             # It has left the queue meanwhile, or was not in it.
@@ -315,6 +332,8 @@ class Jobs:
         """
         if run.wish != "serve":
             return "it is being removed" if run.wish == "delete" else "its owner stopped it"
+        if job.halted is not None:
+            return job.halted.message
         if self._draining:
             return "the service stops"
         if job.state == "failed":
@@ -370,6 +389,8 @@ class Jobs:
         for job in todo.stop:
             why = why_stopped(job, now, self._rules)
             ended_by: End = "deleted" if job.run.wish == "delete" else "stopped"
+            if job.run.wish == "serve":
+                ended_by = "budget"
             self._stop(job, ended_by if why == "owner" else why)
         for job in () if self._draining else todo.start:
             self._begin(job)
@@ -447,7 +468,7 @@ def state_of(job: Job, run: Run) -> str:
     """Return the state of a job, with what its owner wants, in the words that people see."""
     if run.wish == "delete":
         return "deleting"
-    if run.wish == "stop":
+    if run.wish == "stop" or job.halted is not None:
         return "stopping" if job.state != "idle" else "stopped"
     return "queued" if job.position else job.state
 

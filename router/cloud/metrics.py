@@ -47,7 +47,8 @@ _ROWS: tuple[_Row, ...] = (
     _counter(
         "ends",
         "Ends of runs by reason: idle (nothing asked for it), quiet or turn (another one waited), "
-        "stopped or deleted by its owner, draining (the service stops), failed.",
+        "stopped or deleted by its owner, budget (it is used up), draining (the service stops), "
+        "failed.",
         lambda jobs: {(reason,): number for reason, number in jobs.stats.ends.items()},
         "reason",
     ),

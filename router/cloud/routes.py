@@ -20,6 +20,7 @@ from router.client_response import ClientResponder
 from router.cloud.account_routes import AccountRoutes
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Act, Answers
+from router.cloud.budgets import Budgets
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering
 from router.cloud.run_routes import RunRoutes
@@ -44,6 +45,7 @@ class OwnRoutes:
         store: RunStore,
         jobs: Jobs,
         metering: Metering,
+        budgets: Budgets,
         answers: Answers,
         replies: ClientResponder,
         public_url: str,
@@ -55,7 +57,9 @@ class OwnRoutes:
         self._acting: set[asyncio.Task[Any]] = set()
         making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         url = public_url.rstrip("/")
-        self._accounts = AccountRoutes(config, accounts, store, jobs, metering, making, url)
+        self._accounts = AccountRoutes(
+            config, accounts, store, jobs, metering, budgets, making, url
+        )
         self.runs = RunRoutes(config, accounts, store, jobs, making, url)
         usage = UsageRoutes(jobs, metering)
         table = (*self._accounts.table, *self.runs.table, *usage.table)

@@ -231,6 +231,9 @@ class RunStore:
         put = ("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, json.dumps(value)))
         await self.commit(lambda: None, put)
 
+    async def drop_meta(self, name: str) -> None:
+        await self.commit(lambda: None, ("DELETE FROM meta WHERE name = ?", (name,)))
+
     # -- the copy ------------------------------------------------------------------------------
 
     def _put(self, run: Run) -> None:

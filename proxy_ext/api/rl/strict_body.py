@@ -35,6 +35,7 @@ from starlette.responses import Response
 from any_agent.auth.access import Caller
 from any_agent.completions.json_body import json_of
 from any_agent.errors import InvalidRequest
+from any_agent.protocol.idempotency import HEADER
 from proxy_ext.idempotency import Receipt
 from proxy_ext.journal.base import KeepAnswer, no_receipt
 from proxy_ext.service import RankService
@@ -59,12 +60,11 @@ Anyone = Annotated[RankService, Depends(_service)]
 Who = Annotated[Caller, Depends(_caller)]
 
 
-IDEMPOTENCY_KEY = "Idempotency-Key"
 # Only described here; the receipt reads and checks it.
 _KeyHeader = Annotated[
     str | None,
     Header(
-        alias=IDEMPOTENCY_KEY,
+        alias=HEADER,
         description="The same request with the same key has the first answer again, for 24 hours.",
         json_schema_extra={"pattern": "^[!-~]{1,255}$"},
     ),

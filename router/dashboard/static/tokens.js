@@ -169,7 +169,17 @@ document.addEventListener("keydown", (event) => {
 
 if (readout) {
   for (const answer of document.querySelectorAll(".answer")) seen.observe(answer);
-  document.querySelector(".views").addEventListener("change", (event) => show(event.target.value));
+  const views = document.querySelector(".views");
+  // The address names the view, so that a link shows what its sender saw.
+  const address = new URL(location);
+  const named = CSS.escape(address.searchParams.get("view") ?? "");
+  const wanted = views.querySelector(`[value="${named}"]`);
+  if (wanted) wanted.checked = true;
+  views.addEventListener("change", (event) => {
+    show(event.target.value);
+    address.searchParams.set("view", view);
+    history.replaceState(history.state, "", address);
+  });
   // A browser that goes back keeps what was chosen.
-  show(document.querySelector(".views :checked").value);
+  show(views.querySelector(":checked").value);
 }

@@ -69,6 +69,8 @@ def looked_at(url: str, program: str, admits_root: bool) -> dict[str, Any]:
         }
         page.goto(f"{url}/ui/sessions/{IDS[0]}")
         page.check("[value=logprob]")
+        # The address is that of this view.
+        page.goto(page.url)
         spans = page.locator(".tokens > span")
         spans.last.hover()
         seen |= {

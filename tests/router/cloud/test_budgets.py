@@ -1,0 +1,174 @@
+"""Budgets of accounts: what ends when one is used up, what goes on, and when it begins anew."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import date
+from typing import Any
+
+import pytest
+
+from any_agent.config.cloud import Budget
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.usage import day_of
+from router.cloud import budgets
+from router.cloud.budgets import period_of
+from tests.router.cloud.conftest import ADMIN, Client, Opening
+from tests.router.cloud.test_usage import count
+from tests.support.waiting import until
+
+CALL, OPEN = "/v1/chat/completions", "/rl/v1/start_session"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "CHECK_EVERY", 0.05)
+
+
+async def set_budget(cloud: Client, name: str, **limits: Any) -> dict[str, Any]:
+    answer = await cloud.ask("PUT", f"/rl/v1/accounts/{name}/budget", ADMIN, limits)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def status(cloud: Client, path: str, key: str, method: str = "POST") -> int:
+    return (await cloud.ask(method, path, key, {})).status_code
+
+
+def train(cloud: Client, run: dict[str, Any], *steps: int) -> None:
+    """Note steps of ten tokens each, made now, as a trainer does."""
+    lines = [{"step": step, "time": time.time(), "tokens": 10} for step in steps]
+    RunDir(cloud.folder(run)).metrics.write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+
+
+async def test_calls_and_opens_end_with_the_budget_and_rewards_go_on(opening: Opening) -> None:
+    async with opening() as cloud:
+        alice, bob = await cloud.account("alice"), await cloud.account("bob")
+        run = await cloud.run(alice)
+        seen = await set_budget(cloud, "alice", sampled_tokens=100)
+        assert (seen["limits"], seen["used"]) == ({"sampled_tokens": 100}, {"sampled_tokens": 0})
+        session = (await cloud.ask("POST", OPEN, alice, {})).json()["api_key"]
+        count(cloud, run, (day_of(time.time()), 10**6, 99))
+        assert await status(cloud, CALL, session) == 200
+        count(cloud, run, (day_of(time.time()), 0, 1))
+
+        async def refused() -> bool:
+            return await status(cloud, CALL, session) == 402
+
+        await until(refused)
+        spent = (await cloud.ask("POST", CALL, session, {})).json()["error"]
+        assert spent["code"] == "budget_exhausted"
+        assert "100 sampled_tokens a month, is used up (100)" in spent["message"]
+        named = "/runs/exp/trial-1"
+        for path in (OPEN, "/rl/start_session", CALL, f"{named}{CALL}", f"/{session}/v1/responses"):
+            assert await status(cloud, path, alice) == 402, path
+        for path in ("/rl/v1/set_reward", "/rl/v1/finalize", f"{named}/rl/set_reward"):
+            assert await status(cloud, path, session) == 200, path
+        assert await status(cloud, "/v1/models", alice, "GET") == 200
+        assert await cloud.state(alice, run["id"]) == "running"
+        assert await status(cloud, CALL, bob) == 200
+        assert (await cloud.ask("GET", "/rl/v1/account", alice)).json()["budget"] == {
+            **{"per": "month", "ends": period_of(Budget(), budgets._today()).ends},
+            **{"limits": {"sampled_tokens": 100}, "used": {"sampled_tokens": 100}},
+            "exhausted": "sampled_tokens",
+        }
+        assert (await set_budget(cloud, "alice", sampled_tokens=101))["exhausted"] is None
+        assert await status(cloud, CALL, session) == 200
+
+
+async def test_a_run_whose_steps_are_used_up_stops_and_goes_on_with_a_larger_budget(
+    opening: Opening,
+) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        await set_budget(cloud, "alice", steps=3, per="total")
+        run = await cloud.run(alice)
+        session = (await cloud.ask("POST", OPEN, alice, {})).json()["api_key"]
+        train(cloud, run, 1, 2, 3)
+
+        async def stopped() -> bool:
+            return await cloud.state(alice, run["id"]) == "stopped"
+
+        await until(stopped)
+        assert "3 steps, is used up (3)" in await cloud.reason(alice, run["id"])
+        # Nothing may start it, neither a reward nor its owner.
+        assert await status(cloud, "/rl/v1/set_reward", session) == 402
+        started = await cloud.ask("POST", f"/rl/v1/runs/{run['id']}/start", alice)
+        assert (started.status_code, started.json()["state"]) == (202, "stopped")
+        assert cloud.cloud._jobs.stats.ends["budget"] == 1
+        await set_budget(cloud, "alice", steps=4, per="total")
+        assert await status(cloud, "/rl/v1/set_reward", session) == 200
+
+
+async def test_a_budget_survives_a_restart_and_not_its_account(opening: Opening) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        await set_budget(cloud, "alice", calls=1)
+        count(cloud, run, (day_of(time.time()), 1, 1))
+        # A killed cloud has not read it.
+    async with opening(budget={"calls": 5, "per": "day"}) as cloud:
+
+        async def refused() -> bool:
+            return await status(cloud, CALL, alice) == 402
+
+        await until(refused)
+        assert (await cloud.ask("DELETE", "/rl/v1/accounts/alice", ADMIN)).status_code == 202
+
+        async def gone() -> bool:
+            return not (await cloud.ask("GET", "/rl/v1/runs", ADMIN)).json()["runs"]
+
+        await until(gone)
+        made = {"name": "alice", "budget": {"calls": 7}}
+        alice = (await cloud.ask("POST", "/rl/v1/accounts", ADMIN, made)).json()["api_key"]
+        own = (await cloud.ask("GET", "/rl/v1/account", alice)).json()["budget"]
+        assert (own["limits"], own["used"], own["per"]) == ({"calls": 7}, {"calls": 0}, "month")
+        dropped = await cloud.ask("DELETE", "/rl/v1/accounts/alice/budget", ADMIN)
+        assert (dropped.json()["limits"], dropped.json()["per"]) == ({"calls": 5}, "day")
+        assert await status(cloud, CALL, alice) == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"calls": -1},
+        {"calls": "5"},
+        {"calls": True},
+        {"calls": 1e400},
+        {"tokens": 5},
+        {"per": "year", "calls": 5},
+        {"calls": [5]},
+    ],
+)
+async def test_what_is_no_budget_is_refused_and_changes_nothing(
+    opening: Opening, body: dict[str, Any]
+) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        await set_budget(cloud, "alice", calls=3)
+        sent = json.dumps(body).replace("Infinity", "1e400")
+        bearer = {"Authorization": f"Bearer {ADMIN}"}
+        answer = await cloud.http.put("/rl/v1/accounts/alice/budget", content=sent, headers=bearer)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "invalid_request"
+        nobodys = await cloud.ask("PUT", "/rl/v1/accounts/nobody/budget", ADMIN, {"calls": 3})
+        assert nobodys.json()["error"]["code"] == "unknown_account"
+        assert await status(cloud, "/rl/v1/accounts/alice/budget", alice, "PUT") == 403
+        own = (await cloud.ask("GET", "/rl/v1/account", alice)).json()["budget"]
+        assert own["limits"] == {"calls": 3}
+
+
+@pytest.mark.parametrize(
+    ("per", "today", "first", "last", "ends"),
+    [
+        ("month", "2026-12-31", "2026-12-01", "2026-12-31", "2027-01-01"),
+        ("month", "2028-02-29", "2028-02-01", "2028-02-29", "2028-03-01"),
+        ("day", "2026-12-31", "2026-12-31", "2026-12-31", "2027-01-01"),
+        ("total", "2026-12-31", "0001-01-01", "9999-12-31", None),
+    ],
+)
+def test_a_budget_begins_anew_with_its_period(
+    per: Any, today: str, first: str, last: str, ends: str | None
+) -> None:
+    assert period_of(Budget(per=per), date.fromisoformat(today)) == (first, last, ends)
