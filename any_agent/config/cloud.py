@@ -67,7 +67,7 @@ _Limit: TypeAlias = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False, s
 
 
 class Budget(Section):
-    """What an account may use in a period. null: no limit. The numbers are those of its bill."""
+    """Limits of what an account uses in a period, by the numbers of its bill. null: no limit."""
 
     per: Literal["total", "month", "day"] = "month"
     """The period, of UTC: a calendar month, a day, or all time (`total`)."""

@@ -2,9 +2,9 @@
 
 ``python benchmarks/learning/distillation.py curves.png [--task TASK] [--seeds N]``. The task is one
 sum, whose teacher is a model of another seed that the reward alone has trained, or three sums whose
-reward comes only if all are right, with a teacher that was shown right answers. Everything runs in this process: sampling is a loop over the policy's own passes, and
-advantages, loss and steps are the trainer's. As in a run, a group that teaches nothing is replaced
-by another.
+reward comes only if all are right, with a teacher that was shown right answers. Everything runs in
+this process: sampling is a loop over the policy's own passes, and advantages, loss and steps are
+the trainer's. As in a run, a group that teaches nothing is replaced by another.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def main() -> None:
         curves,
         every=EVERY,
         first=0,
-        title=f"{arguments.task} from the reward, and from a teacher that is right in {accuracy:.0%}",
+        title=f"{arguments.task}: from the reward, and from a teacher of {accuracy:.0%}",
         reward="accuracy on held-out items",
     ).savefig(arguments.png)
 

@@ -1,4 +1,4 @@
-"""The sessions of `any-agent regrade --train`: recorded calls with the rewards of another grader."""
+"""The sessions of `any-agent regrade --train`: recorded calls with another grader's rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proxy_ext.sessions.rewards import combined
 
 
 class RegradedSessions:
-    """Those of the graded sessions that may be trained on."""
+    """Iterates over those of the graded sessions that may be trained on."""
 
     def __init__(self, run: RunSessions, lines: Mapping[str, Mapping[str, Any]]) -> None:
         """``lines`` are those of the file, by session."""

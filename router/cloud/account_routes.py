@@ -20,7 +20,7 @@ from router.cloud.store import RunStore
 
 
 class NewAccount(TenantLimits):
-    """The body of `POST /rl/v1/accounts`: a name, limits of each of its runs, and a budget of all."""
+    """The body of `POST /rl/v1/accounts`: a name, limits of each run, and a budget of all."""
 
     name: Name
     budget: Budget | None = None

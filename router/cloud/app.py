@@ -47,6 +47,7 @@ from any_agent.runtime.logs import Redactor
 from any_agent.runtime.metrics import CONTENT_TYPE, Exposition
 from any_agent.runtime.request_limits import Reservation
 from router.affinity import SESSION_HEADER, SESSIONS_PATH, key_in
+from router.areal import AREAL_START
 from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Answers
@@ -57,7 +58,6 @@ from router.cloud.metering import Metering
 from router.cloud.metrics import of_cloud
 from router.cloud.routes import OwnRoutes
 from router.cloud.store import RunStore
-from router.areal import AREAL_START
 from router.entrance import Entrance, listening
 from router.metrics import of_entrance
 from router.open_session import START
@@ -71,7 +71,7 @@ _LAST_ANSWERS = 2.0
 """Seconds that answers have to reach their clients once all runs have ended."""
 _REDACTOR = Redactor()
 _FREE = ("/rl/", "/export_trajectories")
-"""What an account may post whose budget is used up, but for opens."""
+"""Paths to which an account may post whose budget is used up, but for opens."""
 _NAMED_RUN = re.compile(rf"/runs/({NAME_PATTERN})/({NAME_PATTERN})(/.*)")
 """`/runs/EXPERIMENT/TRIAL/...`: a request for this run of the key's account."""
 

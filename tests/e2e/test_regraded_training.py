@@ -107,7 +107,11 @@ def test_opposite_rewards_move_the_weights_the_other_way(
 @pytest.mark.parametrize(
     ("grader", "more", "says"),
     [
-        ("all_alike", ("train.dynamic_sampling=refill",), "no session is left to train on at step 1"),
+        (
+            "all_alike",
+            ("train.dynamic_sampling=refill",),
+            "no session is left to train on at step 1",
+        ),
         ("as_the_agents", ("--since", "2100-01-01"), "no session is left to train on"),
         ("as_the_agents", ("train.lr=-1",), "train.lr"),
     ],
