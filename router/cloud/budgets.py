@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from any_agent.config.cloud import Budget, CloudConfig
 from any_agent.errors import BudgetExhausted
-from any_agent.rundir.usage import day_of
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering, total_of
 from router.cloud.store import RunStore
@@ -63,10 +62,11 @@ class Budgets:
         self._jobs = jobs
         self._own: dict[str, Budget] = {}
         self._exhausted: dict[str, BudgetExhausted] = {}
-        self._day = ""
+        self._day: date | None = None
         """The day of the last look at all accounts."""
         self._active: set[str] = set()
         """Accounts that had a run in a place at the last look."""
+        self._judging = asyncio.Lock()
 
     async def load(self) -> None:
         """Read the budgets, and judge them by the bills as they are stored."""
@@ -108,6 +108,7 @@ class Budgets:
             "ends": period_of(budget, _today()).ends,
             "limits": budget.limits,
             "used": {name: used[name] for name in budget.limits},
+            "left": {name: max(0, most - used[name]) for name, most in budget.limits.items()},
             "exhausted": (e := self._exhausted.get(account)) and e.details["number"],
         }
 
@@ -120,52 +121,57 @@ class Budgets:
     async def keep(self) -> None:
         """Look at the bills until it is cancelled."""
         while True:
-            try:
-                await self._round()
-            except sqlite3.Error as error:
-                log.warning("the budgets cannot be checked: %s; tried again", error)
+            await self._round()
             await asyncio.sleep(CHECK_EVERY)
 
     async def _round(self) -> None:
         active = {job.account for job in self._jobs.by_id.values() if job.takes_place}
         looked = active | self._active
-        if (today := day_of(time.time())) != self._day:
+        if (today := _today()) != self._day:
             # A new period may have begun; after a start, what runs did meanwhile is not known.
             looked.update(self._all())
         for account in looked:
             if self.of(account) is not None:
-                await self._look(account)
+                try:
+                    await self._look(account)
+                except (sqlite3.Error, OSError) as error:
+                    log.warning("the budget of %s cannot be checked yet: %s", account, error)
+                    active.add(account)
         # Those of this look are looked at once more: a run counts until it has ended.
         self._active, self._day = active, today
 
     def _all(self) -> set[str]:
         """Return the accounts that may have used up a budget."""
-        return {*self._own, *(job.account for job in self._jobs.by_id.values())}
+        return {*self._own, *self._exhausted, *(job.account for job in self._jobs.by_id.values())}
 
     async def _look(self, account: str) -> None:
         """Judge an account by what its runs have counted by now."""
         if self.of(account) is not None:
             for job in self._jobs.of_account(account):
-                await self._metering.copy(job.run, job.dir)
+                await self._metering.copy(job.run, job.usage)
         await self._judge(account)
 
     async def _judge(self, account: str) -> None:
         """Find out whether an account's budget is used up, and stop or release its runs."""
-        budget, error = self.of(account), None
-        if budget is not None:
-            used = await self._used(account, budget)
-            over = [name for name, limit in budget.limits.items() if used[name] >= limit]
-            # One that stops runs is the one to tell.
-            over.sort(key=lambda name: name not in _STOPPING)
-            if over:
-                error = _exhausted(account, budget, over[0], used[over[0]])
-        if error is None:
-            self._exhausted.pop(account, None)
-        else:
-            self._exhausted[account] = error
-        stops = error is not None and error.details["number"] in _STOPPING
-        for job in self._jobs.of_account(account):
-            self._jobs.halt(job, error if stops else None)
+        # One after the other: what an earlier budget or bill says must not come last.
+        async with self._judging:
+            error = await self._judgement(account)
+            if error is None:
+                self._exhausted.pop(account, None)
+            else:
+                self._exhausted[account] = error
+            stops = error is not None and error.details["number"] in _STOPPING
+            for job in self._jobs.of_account(account):
+                self._jobs.halt(job, error if stops else None)
+
+    async def _judgement(self, account: str) -> BudgetExhausted | None:
+        if (budget := self.of(account)) is None:
+            return None
+        used = await self._used(account, budget)
+        over = [name for name, limit in budget.limits.items() if used[name] >= limit]
+        # One that stops runs is the one to tell.
+        over.sort(key=lambda name: name not in _STOPPING)
+        return _exhausted(account, budget, over[0], used[over[0]]) if over else None
 
     async def _used(self, account: str, budget: Budget) -> dict[str, Any]:
         first, last, _ = period_of(budget, _today())
