@@ -43,7 +43,7 @@ _ROUTES = {
     *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "feedback"),
     *("finalize", "grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "next"),
     *("overview", "pause", "readyz", "resume", "run", "sessions", "set_reward", "start_session"),
-    *("version", "veto", "account", "accounts", "keys", "runs", "start", "stop", "usage"),
+    *("version", "veto", "account", "accounts", "budget", "keys", "runs", "start", "stop", "usage"),
 }
 """Last words of our own paths. Words that clients make up must not become labels."""
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from any_agent import stats_tracker
 from any_agent.config import Config
-from any_agent.launcher.training_progress import records_in
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, write_atomic
 from any_agent.runtime.disk_space import DiskSpace
+from any_agent.runtime.log_tail import records_in
 from trainer.batch import TrainingBatch
 from trainer.batch_source import BatchSource
 from trainer.metrics import PHASES, TrainerMetrics

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
-from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.layout import RunDir, read_json, write_json
 from any_agent.runtime.atomic_files import make_folder
+from any_agent.runtime.log_tail import LogTail
 from any_agent.runtime.logs import Redactor
 
 log = logging.getLogger(__name__)

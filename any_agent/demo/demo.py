@@ -27,8 +27,8 @@ from any_agent.demo.setups import TINY, Setup
 from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Tally
 from any_agent.errors import AnyAgentError, StartupError
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import rank_name
+from any_agent.runtime.log_tail import LogTail
 from any_agent.runtime.signals import handle_signals, interrupt
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from any_agent.demo.setups import SETUPS
 from any_agent.demo.state import Step, by_number
 from any_agent.demo.task import messages, shuffled
 from any_agent.inference import load_engine
-from any_agent.launcher.training_progress import LogTail
+from any_agent.runtime.log_tail import LogTail
 
 _NOTE = "Groups whose sessions all score the same teach nothing, and count in no step's mean."
 _ANSWERS = 3

@@ -12,18 +12,17 @@ Days are those of UTC.
 
 from __future__ import annotations
 
-import json
 import logging
 import sqlite3
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections import Counter, defaultdict
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir, numbered
+from any_agent.runtime.log_tail import LogTail
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,10 @@ ON CONFLICT (day) DO UPDATE SET
     sampled_tokens = sampled_tokens + excluded.sampled_tokens, calls = calls + excluded.calls
 """
 _CALLS = "SELECT day, prompt_tokens, sampled_tokens, calls FROM usage"
-_SESSIONS = "SELECT date(created_at, 'unixepoch'), COUNT(*) FROM sessions GROUP BY 1"
+_SESSIONS = (
+    "SELECT date(created_at, 'unixepoch'), COUNT(*), MAX(rowid) FROM sessions "
+    "WHERE rowid > ? GROUP BY 1"
+)
 TRAINER = "trainer"
 _OF_A_STEP = ("step", "time", "tokens")
 _PASSING = {
@@ -82,60 +84,75 @@ def day_of(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
-def read_usage(run: RunDir, *, last: bool = False) -> dict[str, Days]:
-    """Return the usage by the part that has counted it: `rank-0`, ..., `trainer`.
+class UsageReader:
+    """The usage of one run. What was read once is not read again, however often one looks."""
 
-    A part whose file is not there, or cannot be read, is left out. ``last``: it cannot be read
-    later, so sqlite3.Error is raised where another try may succeed.
-    """
-    found: dict[str, Days] = {}
-    ranks = numbered(run.journal(0).parent, rf"rank-(\d+){JOURNAL_SUFFIX}")
-    for rank, path in ranks.items():
-        try:
-            found[f"rank-{rank}"] = _of_journal(path)
-        except sqlite3.Error as error:
-            if last and getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING:
-                raise
-            log.log(
-                logging.ERROR if last else logging.WARNING,
-                *("the usage in %s cannot be read: %s", path, error),
-            )
-    if steps := _of_steps(run.metrics):
-        found[TRAINER] = steps
-    return found
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._journals: dict[int, _JournalReader] = {}
+        self._lines = LogTail(run.metrics, from_start=True)
+        self._steps: dict[int, dict[str, Any]] = {}
+        """The last line of each step."""
+
+    def read(self, *, last: bool = False) -> dict[str, Days]:
+        """Return the usage by the part that has counted it: `rank-0`, ..., `trainer`.
+
+        A part whose file is not there, or cannot be read, is left out. ``last``: it cannot be read
+        later, so sqlite3.Error is raised where another try may succeed.
+        """
+        found: dict[str, Days] = {}
+        paths = numbered(self._run.journal(0).parent, rf"rank-(\d+){JOURNAL_SUFFIX}")
+        for rank, path in paths.items():
+            journal = self._journals.setdefault(rank, _JournalReader(path))
+            try:
+                found[f"rank-{rank}"] = journal.read()
+            except sqlite3.Error as error:
+                if last and getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING:
+                    raise
+                log.log(
+                    logging.ERROR if last else logging.WARNING,
+                    *("the usage in %s cannot be read: %s", path, error),
+                )
+        if steps := self._trained():
+            found[TRAINER] = steps
+        return found
+
+    def _trained(self) -> Days:
+        for line in self._lines.new_records():
+            if isinstance(line, dict) and "eval" not in line and _counts(line):
+                self._steps[line["step"]] = {name: line[name] for name in _OF_A_STEP}
+        days: defaultdict[str, Usage] = defaultdict(Usage)
+        for line in self._steps.values():
+            days[day_of(line["time"])] += Usage(trained_tokens=int(line["tokens"]), steps=1)
+        return dict(days)
 
 
-def _of_journal(path: Path) -> Days:
-    days: defaultdict[str, Usage] = defaultdict(Usage)
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)) as journal:
-        # Both of one moment.
-        journal.execute("BEGIN")
-        for day, prompt, sampled, calls in journal.execute(_CALLS):
-            days[day] += Usage(prompt, sampled, calls)
-        for day, sessions in journal.execute(_SESSIONS):
+class _JournalReader:
+    """The usage that a rank's journal has. Rows of sessions stay, in the order of their opens."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sessions: Counter[str] = Counter()
+        self._row = 0
+        """The last row that was counted."""
+
+    def read(self) -> Days:
+        """Return the usage by day; sqlite3.Error if it cannot be read."""
+        uri = f"{self._path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)) as journal:
+            # Both of one moment.
+            journal.execute("BEGIN")
+            calls = journal.execute(_CALLS).fetchall()
+            opened = journal.execute(_SESSIONS, (self._row,)).fetchall()
+        for day, sessions, row in opened:
+            self._sessions[day] += sessions
+            self._row = max(self._row, row)
+        days: defaultdict[str, Usage] = defaultdict(Usage)
+        for day, *numbers in calls:
+            days[day] = Usage(*numbers)
+        for day, sessions in self._sessions.items():
             days[day] += Usage(sessions=sessions)
-    return dict(days)
-
-
-def _of_steps(path: Path) -> Days:
-    days: defaultdict[str, Usage] = defaultdict(Usage)
-    last = {line["step"]: line for line in _steps(path)}
-    for line in last.values():
-        days[day_of(line["time"])] += Usage(trained_tokens=int(line["tokens"]), steps=1)
-    return dict(days)
-
-
-def _steps(path: Path) -> Iterator[dict[str, Any]]:
-    # A run that is removed meanwhile has no file.
-    with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
-            # A line may be incomplete: of a trainer that was killed, and of a step that is made
-            # again.
-            with suppress(ValueError, RecursionError):
-                line = json.loads(text)
-                if isinstance(line, dict) and "eval" not in line and _counts(line):
-                    yield line
+        return dict(days)
 
 
 def _counts(line: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from itertools import combinations_with_replacement
 from any_agent import GRPOConfig, load_expr_config
 from any_agent.demo.look_back import draw
 from any_agent.demo.state import by_number
-from any_agent.launcher.training_progress import records_in
+from any_agent.runtime.log_tail import records_in
 from trainer import GRPOTrainer
 
 

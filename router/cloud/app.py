@@ -52,7 +52,8 @@ from router.body import RequestBody, json_object
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Answers
 from router.cloud.budgets import Budgets
-from router.cloud.jobs import Job, Jobs
+from router.cloud.job import Job
+from router.cloud.jobs import Jobs
 from router.cloud.launching import Launching
 from router.cloud.metering import Metering
 from router.cloud.metrics import of_cloud

@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from any_agent.config.cloud import Budget, CloudConfig
 from any_agent.errors import BudgetExhausted
-from any_agent.rundir.usage import day_of
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering, total_of
 from router.cloud.store import RunStore
@@ -64,7 +63,7 @@ class Budgets:
         self._jobs = jobs
         self._own: dict[str, Budget] = {}
         self._exhausted: dict[str, BudgetExhausted] = {}
-        self._day = ""
+        self._day: date | None = None
         """The day of the last look at all accounts."""
         self._active: dict[str, str] = {}
         """The runs that had a place at the last look, with their accounts."""
@@ -110,6 +109,7 @@ class Budgets:
             "ends": period_of(budget, _today()).ends,
             "limits": budget.limits,
             "used": {name: used[name] for name in budget.limits},
+            "left": {name: max(0, most - used[name]) for name, most in budget.limits.items()},
             "exhausted": (e := self._exhausted.get(account)) and e.details["number"],
         }
 
@@ -132,7 +132,7 @@ class Budgets:
         # Those of the last look, too: a run counts until it has ended.
         runs = active | self._active
         looked, failed = set(runs.values()), False
-        if (today := day_of(time.time())) != self._day:
+        if (today := _today()) != self._day:
             # A new period may have begun; after a start, what runs did meanwhile is not known.
             looked = self._all()
         for account in looked:
@@ -155,7 +155,7 @@ class Budgets:
             for job in self._jobs.of_account(account):
                 if runs is None or job.run.id in runs:
                     try:
-                        await self._metering.copy(job.run, job.dir)
+                        await self._metering.copy(job.run, job.usage)
                     except Exception:
                         # A broken folder must not let others, or its account, use more.
                         log.warning("what %s has used is not known", job.run.name, exc_info=True)

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from any_agent.auth.access import signer_of
 from any_agent.config.cloud import CloudConfig
 from any_agent.errors import (
     AnyAgentError,
@@ -23,12 +22,13 @@ from any_agent.errors import (
     RunNotReady,
     ServiceUnavailable,
 )
-from any_agent.keys import KeySigner
 from any_agent.rundir.layout import RunDir
+from any_agent.rundir.usage import UsageReader
 from any_agent.runtime.metrics import Histogram
+from router.cloud.job import End, Job
 from router.cloud.launching import Failure, Launching
 from router.cloud.metering import Metering
-from router.cloud.schedule import TAKE_PLACES, Rules, State, asked_lately, plan, why_stopped
+from router.cloud.schedule import Rules, asked_lately, plan, why_stopped
 from router.cloud.store import Answer, Run, RunStore, Wish
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,6 @@ _FIRST_PAUSE, _MOST_DOUBLED = 5.0, 6
 """Seconds until a run that failed is started again; each failure doubles them, so many times."""
 _ROUND = 0.1
 """Seconds between two looks at the schedule at least."""
-End: TypeAlias = Literal[
-    "idle", "quiet", "turn", "stopped", "budget", "deleted", "draining", "failed"
-]
 WAIT_OUTCOMES = ("answered", "refused", "left")
 _WAIT_BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 20, 45, 100)
 _REMOVE_EVERY = 5.0
@@ -57,76 +54,6 @@ class JobStats:
         """Number of ends of services by reason."""
         self.waits = {outcome: Histogram(_WAIT_BOUNDS) for outcome in WAIT_OUTCOMES}
         """Seconds that requests waited for a run that was not ready."""
-
-
-class Job:
-    """The service of one run. Times are monotonic seconds."""
-
-    def __init__(self, run: Run, config: CloudConfig) -> None:
-        self.run = run
-        self.dir = RunDir.of(config.root, run.account, run.experiment, run.trial)
-        self.state: State = "idle"
-        self.wanted_at: float | None = None
-        self.asked_at = time.monotonic()
-        self.started_at = 0.0
-        self.retry_at = 0.0
-        self.calls = 0
-        self.limits: set[asyncio.Timeout] = set()
-        """The time limits of the requests that wait until it is ready."""
-        self.removing = False
-        """Its files are being removed."""
-        self.halted: BudgetExhausted | None = None
-        """Why it may not run: its account's budget is used up."""
-        self.failures = 0
-        """Failures since it was ready last."""
-        self.failure = Failure("")
-        """Its last failure."""
-        self.position = 0
-        """Its position in the queue, from 1; 0 while it is not in it."""
-        self.place = 0
-        """The place that it has, from 0."""
-        self.origin = ""
-        """The URL of its router."""
-        self.ready = asyncio.Event()
-        self.leaves = asyncio.Event()
-        """It is to finish what is under way, and end."""
-        self.end: End = "failed"
-        """Why its service ends, if nothing goes wrong with it."""
-        self.ended = asyncio.Event()
-        """No process of it runs."""
-        self.ended.set()
-        self._signer: KeySigner | None = None
-
-    @property
-    def account(self) -> str:
-        return self.run.account
-
-    @property
-    def ends(self) -> bool:
-        return self.run.wish != "serve" or self.halted is not None
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait until it is ready."""
-        return len(self.limits)
-
-    @property
-    def takes_place(self) -> bool:
-        return self.state in TAKE_PLACES
-
-    def knows(self, key: str, prefix: str) -> bool:
-        """Return whether a session's or a judge's key is one of this run."""
-        if self._signer is None:
-            if not self.dir.secret.exists():
-                # It was never started, so it has no session.
-                return False
-            self._signer = signer_of(self.dir)
-        return self._signer.verify(key, prefix) is not None
-
-    def hurry(self) -> None:
-        """Answer the requests that wait for it."""
-        for limit in self.limits:
-            limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Jobs:
@@ -227,7 +154,7 @@ class Jobs:
             try:
                 gone = await asyncio.to_thread(self._set_aside, job)
                 # Nothing writes to it any more.
-                await self._metering.copy(job.run, RunDir(gone), last=True)
+                await self._metering.copy(job.run, UsageReader(RunDir(gone)), last=True)
                 await asyncio.to_thread(self._remove_files, job, gone)
                 await self._store.remove(job.run)
             except (OSError, sqlite3.Error, AnyAgentError) as error:
@@ -472,18 +399,6 @@ class Jobs:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def state_of(job: Job, run: Run) -> str:
-    """Return the state of a job, with what its owner wants, in the words that people see."""
-    if run.wish == "delete":
-        return "deleting"
-    if run.wish == "stop" or job.halted is not None:
-        return "stopping" if job.state != "idle" else "stopped"
-    return "queued" if job.position else job.state
-
-
-STATES = ("idle", "queued", "starting", "running", "stopping", "stopped", "failed", "deleting")
 
 
 def _deleted(run: Run) -> NotFound:

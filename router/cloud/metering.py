@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from any_agent.rundir.layout import RunDir
-from any_agent.rundir.usage import Days, Usage, day_of, read_usage
+from any_agent.rundir.usage import Days, Usage, UsageReader, day_of
 from router.cloud.store import SQL, Run, RunStore
 
 log = logging.getLogger(__name__)
@@ -89,13 +88,13 @@ class Metering:
         if notes := [stay.note() for stay in self._stays.values()]:
             await self._store.commit(lambda: None, *notes)
 
-    async def copy(self, run: Run, folder: RunDir, *, last: bool = False) -> None:
+    async def copy(self, run: Run, reader: UsageReader, *, last: bool = False) -> None:
         """Copy what a run has counted, as its folder has it now.
 
         ``last``: the folder goes, so sqlite3.Error is raised where another try may succeed.
         """
         async with self._copying.setdefault(run.id, asyncio.Lock()):
-            found = await asyncio.to_thread(read_usage, folder, last=last)
+            found = await asyncio.to_thread(reader.read, last=last)
             for part, days in found.items():
                 try:
                     await self._replace(run.id, part, days)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from any_agent.runtime.metrics import Metric, Reading, Value, Values
-from router.cloud.jobs import STATES, Jobs, state_of
+from router.cloud.job import STATES, state_of
+from router.cloud.jobs import Jobs
 
 _Row: TypeAlias = tuple[Metric, Callable[[Jobs], Value | Values]]
 

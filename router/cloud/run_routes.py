@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,11 +27,9 @@ from any_agent.keys import TAG_DIGITS, lane_in, rank_of_session, tag_of_session
 from any_agent.rundir.layout import latest_step, read_json
 from router.cloud.accounts import Accounts
 from router.cloud.asked import Act, Asked
-from router.cloud.jobs import Job, Jobs, state_of
-from router.cloud.store import Answer, Run, RunStore, Wish
-
-_Answering: TypeAlias = Callable[[Job], Awaitable[Answer | None]]
-"""Returns the answer that is stored with a new run; None: none is stored."""
+from router.cloud.job import Job, state_of
+from router.cloud.jobs import Jobs
+from router.cloud.store import Run, RunStore, Wish
 
 
 class NewRun(BaseModel):
@@ -82,17 +79,14 @@ class RunRoutes:
     async def _create(self, asked: Asked) -> tuple[int, Any]:
         account = asked.account
         new = asked.parsed(NewRun)
-
-        async def answer(job: Job) -> Answer | None:
-            return asked.answer(201, await self._view(job, job.run, asked.caller))
-
         async with self._making[account]:
-            run, made = await self._made(account, new, answer)
+            run, made = await self._made(account, new, asked)
         view = await self._view(self._jobs.by_id[run.id], run, asked.caller)
         return (201 if made else 200), view
 
-    async def _made(self, account: str, new: NewRun, answer: _Answering) -> tuple[Run, bool]:
-        """Make a run, or return the one of this name if it is the same."""
+    async def _made(self, account: str, new: NewRun, asked: Asked | None) -> tuple[Run, bool]:
+        """Make a run, with the answer to its request, or return the one of this name if it is the
+        same."""
         default = self._config.default
         model = new.model or (default.model if default else None)
         preset = new.preset or (default.preset if default else None)
@@ -128,7 +122,8 @@ class RunRoutes:
         names = (account, new.experiment, trial)
         run = Run(self._store.free_id(), *names, model, preset, new.settings)
         job = Job(run, self._config)
-        await self._jobs.add(job, await answer(job))
+        answer = asked and asked.answer(201, await self._view(job, run, asked.caller))
+        await self._jobs.add(job, answer)
         return run, True
 
     def _free_trial(self, account: str, experiment: str) -> str:
@@ -207,12 +202,9 @@ class RunRoutes:
         return self._jobs.by_id[(serving or runs)[-1].id]
 
     async def _make_default(self, account: str, experiment: str) -> None:
-        async def unkept(_: Job) -> None:
-            return None
-
         async with self._making[account]:
             if not self._store.of_account(account):
-                await self._made(account, NewRun(experiment=experiment), unkept)
+                await self._made(account, NewRun(experiment=experiment), None)
 
     # -- views and wishes ----------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class UsageRoutes:
             raise Forbidden("account in the query is for the operator: leave it out")
         account = named if operator else asked.account
         for job in [j for j in self._jobs.by_id.values() if account in (None, j.account)]:
-            await self._metering.copy(job.run, job.dir)
+            await self._metering.copy(job.run, job.usage)
         bill = await self._metering.bill(account, first, last, own=not operator)
         total = total_of(each["total"] for each in bill)
         return 200, {"from": first, "to": last, "total": total, "accounts": bill}

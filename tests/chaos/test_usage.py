@@ -13,7 +13,7 @@ import httpx
 
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import InteractionTree
-from any_agent.rundir.usage import Usage, read_usage
+from any_agent.rundir.usage import Usage, UsageReader
 from proxy_ext.journal.reader import ExportFilter, JournalReader, StoredSession
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import KillableProxy, engine_in_thread
@@ -50,7 +50,7 @@ async def test_usage_is_what_is_recorded_and_all_that_was_answered_over_kills(
             await asyncio.to_thread(rank.kill)
         finally:
             rank.close()
-    counted = sum(read_usage(run)["rank-0"].values(), Usage())
+    counted = sum(UsageReader(run).read()["rank-0"].values(), Usage())
     assert counted == _recorded(run.journal(0))
     # An agent may have lost an answer that is recorded, and never the other way round.
     for name, number in answered.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.demo.state import Rate, SessionTotals
-from any_agent.launcher.training_progress import LogTail
+from any_agent.runtime.log_tail import LogTail
 from tests.support.demo import fresh, step
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.usage import Usage, day_of, read_usage
+from any_agent.rundir.usage import TABLE, Usage, UsageReader, day_of
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Restart, Start
 from tests.support.sessions import unwritable
@@ -37,7 +39,7 @@ class Bill:
 
 def used(proxy: Proxy) -> Usage:
     """The usage that the folder has, of a service that may be running."""
-    days = read_usage(trial_dir(proxy.service.config))["rank-0"]
+    days = UsageReader(trial_dir(proxy.service.config)).read()["rank-0"]
     # A test may run over midnight.
     assert days.keys() <= {day_of(time.time()), day_of(time.time() - 600)}
     return sum(days.values(), Usage())
@@ -122,6 +124,34 @@ async def test_a_service_of_one_run_counts_no_calls_for_a_bill(start: Start) -> 
     assert used(proxy) == Usage(sessions=1)
 
 
+def test_what_was_counted_is_not_read_again_at_the_next_look(tmp_path: Path) -> None:
+    run = RunDir.of(tmp_path, "alice", "e", "t")
+    journal = run.journal(0)
+    journal.parent.mkdir(parents=True)
+    day, step = 86400.0, {"step": 1, "time": 10.0, "tokens": 5}
+    with closing(sqlite3.connect(journal)) as rows, rows:
+        rows.executescript(f"CREATE TABLE sessions (created_at REAL); {TABLE}")
+        rows.executemany("INSERT INTO sessions VALUES (?)", [(1.0,), (2.0,)])
+    run.metrics.write_text(json.dumps(step) + "\n")
+    reader = UsageReader(run)
+    assert reader.read()["rank-0"] == {"1970-01-01": Usage(sessions=2)}
+    with closing(sqlite3.connect(journal)) as rows, rows:
+        # Nothing does this: it shows that the first two rows are not looked at.
+        rows.execute("UPDATE sessions SET created_at = ?", (9 * day,))
+        rows.executemany("INSERT INTO sessions VALUES (?)", [(3.0,), (3.0 + day,)])
+    with run.metrics.open("r+") as lines:
+        lines.write("x")
+        lines.seek(0, 2)
+        lines.write(json.dumps({**step, "step": 2}) + "\n")
+    assert reader.read() == {
+        "rank-0": {"1970-01-01": Usage(sessions=3), "1970-01-02": Usage(sessions=1)},
+        "trainer": {"1970-01-01": Usage(trained_tokens=10, steps=2)},
+    }
+    # A file that was written anew is read anew.
+    run.metrics.write_text(json.dumps({**step, "tokens": 6}) + "\n")
+    assert reader.read()["trainer"] == {"1970-01-01": Usage(trained_tokens=11, steps=2)}
+
+
 def test_a_step_that_was_made_again_counts_as_its_last_line_says(tmp_path: Path) -> None:
     run = RunDir.of(tmp_path, "alice", "e", "t")
     run.path.mkdir(parents=True)
@@ -136,7 +166,7 @@ def test_a_step_that_was_made_again_counts_as_its_last_line_says(tmp_path: Path)
     ]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     run.metrics.write_text(text + '{"step": 4, "tok')
-    assert read_usage(run) == {
+    assert UsageReader(run).read() == {
         "trainer": {
             "1970-01-01": Usage(trained_tokens=5, steps=1),
             "1970-01-02": Usage(trained_tokens=80, steps=2),

@@ -16,10 +16,11 @@ import pytest
 from any_agent import stats_tracker, workflow_context
 from any_agent.config import Config, EvalConfig
 from any_agent.data import as_dataset
-from any_agent.launcher.training_progress import TrainingProgress, format_evaluation, records_in
+from any_agent.launcher.training_progress import TrainingProgress, format_evaluation
 from any_agent.rollout import WorkflowExecutor
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.disk_space import DiskSpace
+from any_agent.runtime.log_tail import records_in
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
 from tests.support.trainer.datasets import Alternating, DataLab

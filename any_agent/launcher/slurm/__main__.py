@@ -31,7 +31,6 @@ from any_agent.launcher.slurm.job import (
 )
 from any_agent.launcher.slurm.job_redis import require_alone
 from any_agent.launcher.slurm.plan import count_ranks, plan
-from any_agent.launcher.training_progress import LogTail
 from any_agent.launcher.trial import (
     check_frozen,
     check_model,
@@ -50,6 +49,7 @@ from any_agent.runtime.command_line import (
     say,
     share_module_path,
 )
+from any_agent.runtime.log_tail import LogTail
 from any_agent.runtime.logs import set_up_logging
 
 _SUBMIT_TIMEOUT = 60.0

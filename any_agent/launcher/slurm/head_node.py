@@ -31,8 +31,8 @@ from any_agent.launcher.slurm.job_redis import (
     require_redis,
 )
 from any_agent.launcher.slurm.plan import NodeLost, Role, count_ranks, place_elsewhere, plan
-from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import HEARTBEAT, read_entry
+from any_agent.runtime.log_tail import LogTail
 
 _GRACE = 20.0  # the most seconds in which a node ends its parts and copies its journals
 _PREFIX = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import date
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -73,7 +73,7 @@ async def test_calls_and_opens_end_with_the_budget_and_rewards_go_on(opening: Op
         assert (await cloud.ask("GET", "/rl/v1/account", alice)).json()["budget"] == {
             **{"per": "month", "ends": period_of(Budget(), budgets._today()).ends},
             **{"limits": {"sampled_tokens": 100}, "used": {"sampled_tokens": 100}},
-            "exhausted": "sampled_tokens",
+            **{"left": {"sampled_tokens": 0}, "exhausted": "sampled_tokens"},
         }
         assert (await set_budget(cloud, "alice", sampled_tokens=101))["exhausted"] is None
         assert await status(cloud, CALL, session) == 200
@@ -147,8 +147,8 @@ async def test_a_new_period_lets_what_was_used_up_go_on(
             return await status(cloud, CALL, alice) == wanted
 
         await until(lambda: state(402))
-        tomorrow = time.time() + 86_400
-        monkeypatch.setattr(budgets.time, "time", lambda: tomorrow)
+        tomorrow = budgets._today() + timedelta(days=1)
+        monkeypatch.setattr(budgets, "_today", lambda: tomorrow)
         await until(lambda: state(200))
 
 
@@ -161,6 +161,37 @@ async def test_a_run_that_cannot_be_read_frees_nobody(opening: Opening) -> None:
         assert await status(cloud, CALL, alice) == 402
 
 
+async def test_a_budget_below_what_is_used_is_used_up_until_its_period_ends(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opening(budget={"sampled_tokens": 50}) as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        count(cloud, run, (day_of(time.time()), 1, 40))
+        lower = await set_budget(cloud, "alice", sampled_tokens=10)
+        assert (lower["left"], lower["exhausted"]) == ({"sampled_tokens": 0}, "sampled_tokens")
+        assert await status(cloud, CALL, alice) == 402
+        dropped = await cloud.ask("DELETE", "/rl/v1/accounts/alice/budget", ADMIN)
+        assert dropped.json()["left"] == {"sampled_tokens": 10}
+        # It uses up the default budget, and then has neither a run nor a budget of its own.
+        count(cloud, run, (day_of(time.time()), 1, 10))
+        assert (await cloud.ask("GET", "/rl/v1/account", alice)).json()["budget"]["exhausted"]
+        await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
+
+        async def gone() -> bool:
+            return not (await cloud.ask("GET", "/rl/v1/runs", ADMIN)).json()["runs"]
+
+        await until(gone)
+        assert await status(cloud, CALL, alice) == 402
+        today = budgets._today()
+        monkeypatch.setattr(budgets, "_today", lambda: today + timedelta(days=31))
+
+        async def answered() -> bool:
+            return await status(cloud, CALL, alice) == 200
+
+        await until(answered)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -168,6 +199,8 @@ async def test_a_run_that_cannot_be_read_frees_nobody(opening: Opening) -> None:
         {"calls": "5"},
         {"calls": True},
         {"calls": 1e400},
+        {"calls": 1e19},
+        {"calls": float("nan")},
         {"tokens": 5},
         {"per": "year", "calls": 5},
         {"calls": [5]},

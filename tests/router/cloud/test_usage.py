@@ -163,18 +163,18 @@ async def test_a_run_whose_journal_cannot_be_read_now_is_not_removed_before_it_i
         alice = await cloud.account("alice")
         run = await cloud.run(alice)
         count(cloud, run, ("2026-11-30", 20, 2))
-        read, fails = usage._of_journal, 3
+        read, fails = usage._JournalReader.read, 3
 
-        def failing(path: Path) -> Any:
+        def failing(reader: usage._JournalReader) -> Any:
             nonlocal fails
             fails -= 1
             if fails > 0:
                 error = sqlite3.OperationalError("database is locked")
                 error.sqlite_errorcode = sqlite3.SQLITE_BUSY
                 raise error
-            return read(path)
+            return read(reader)
 
-        monkeypatch.setattr(usage, "_of_journal", failing)
+        monkeypatch.setattr(usage._JournalReader, "read", failing)
         await cloud.ask("DELETE", f"/rl/v1/runs/{run['id']}", alice)
         await until(lambda: _gone(cloud, alice, run), "its end")
         assert (fails, (await total(cloud, alice))["sampled_tokens"]) == (0, 2)
