@@ -77,19 +77,19 @@ class AccountRoutes:
                     f"the account {body.name} is being removed; try again", code="account_removing"
                 )
             await self._metering.begin_account(body.name)
-            await self._budgets.set(body.name, body.budget)
+            await self._budgets.put(body.name, body.budget)
             return 201, await self._new_key(asked, body.name, body)
 
     async def _set_budget(self, asked: Asked, name: str) -> tuple[int, Any]:
         asked.require_operator()
         self._require(name)
-        await self._budgets.set(name, asked.parsed(Budget))
+        await self._budgets.put(name, asked.parsed(Budget))
         return 200, await self._budgets.view(name)
 
     async def _drop_budget(self, asked: Asked, name: str) -> tuple[int, Any]:
         asked.require_operator()
         self._require(name)
-        await self._budgets.set(name, None)
+        await self._budgets.put(name, None)
         return 200, await self._budgets.view(name)
 
     async def _create_key(self, asked: Asked, name: str) -> tuple[int, Any]:
@@ -165,7 +165,7 @@ class AccountRoutes:
                     await self._accounts.revoke(name, key.id)
             keys = self._accounts.keys_of(name)
             await self._store.forget_answers([f"key {key.id}" for key in keys])
-            await self._budgets.set(name, None)
+            await self._budgets.put(name, None)
         return 202, {"account": name, "state": "deleting", "runs": len(jobs)}
 
     def _exists(self, name: str) -> bool:

@@ -83,7 +83,7 @@ class Budgets:
         for account in self._all():
             await self._judge(account)
 
-    async def set(self, account: str, budget: Budget | None) -> None:
+    async def put(self, account: str, budget: Budget | None) -> None:
         """Store an account's own budget, None for the default one, and act on it."""
         if budget is None:
             await self._store.drop_meta(_META + account)

@@ -41,7 +41,7 @@ SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "reference" / "configuration.md"
 TREE = "Config"
 CLOUD_TREE = "CloudConfig"
-CLOUD_SECTIONS = {"CloudServer": "server", "CloudDefault": "default"}
+CLOUD_SECTIONS = {"CloudServer": "server", "CloudDefault": "default", "Budget": "budget"}
 CLOUD_HEAD = """## The file of `any-agent cloud`
 
 [Run a service for many](../how-to/run-a-service.md) has an example. Its settings come from the file
