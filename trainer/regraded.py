@@ -8,6 +8,7 @@ masks of old tokens, importance weights and settings. Nothing of the trial chang
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -24,38 +25,48 @@ from any_agent.runtime.disk_space import DiskSpace
 from any_agent.types import Trajectory
 from trainer.adapter_files import FOLDER, save_adapter
 from trainer.batch import Group, ZeroVarianceGroups, in_stable_order, versions_in
+from trainer.from_config import learning_rate
 from trainer.manifests import ManifestStore
 from trainer.policy import Policy
 from trainer.publisher import WeightVersions
 from trainer.run_checkpoints import RunCheckpoints
 from trainer.step_maker import StepMaker
-from trainer.weight_folders import save_pretrained
+from trainer.weight_folders import copy_tokenizer, save_pretrained
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and write the model."""
+    """Train, and write the model; return 1 if there were ``problems`` before."""
     run_dir, out = RunDir(Path(arguments.run)), Path(arguments.out)
-    config = _config(run_dir, arguments.overrides)
-    checkpoints = RunCheckpoints(config, run_dir, DiskSpace())
-    policy, _ = checkpoints.load(None)
-    checkpoints.load_frozen(policy, config.train.frozen_models)
-    versions, start = WeightVersions(run_dir.state), policy.steps
-    print(f"trainer   from step {start}, {checkpoints.latest or config.model.path}")
-    groups = _groups(Path(arguments.sessions), config, versions, start)
-    Path(arguments.sessions).unlink()
-    trained = _train(config, policy, checkpoints, versions, groups)
-    if not trained:
-        raise ConfigError(
-            f"no session is left to train on at step {start}, so nothing is written. Sessions of "
-            "older weights need a higher rollout.eta=N, and a group needs sessions whose new "
-            "rewards differ"
-        )
-    with atomic_folder(out) as folder:
-        save_pretrained(policy, checkpoints.tokenizer, folder)
-        if policy.config.lora is not None:
-            save_adapter(policy, folder / FOLDER)
+    sessions = Path(arguments.sessions)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        try:
+            config = _config(run_dir, arguments.overrides)
+            checkpoints = RunCheckpoints(config, run_dir, DiskSpace())
+            policy, _ = checkpoints.load(None)
+            # Its service may run on, and remove the checkpoint meanwhile.
+            copy_tokenizer(checkpoints.tokenizer, scratch)
+            checkpoints.load_frozen(policy, config.train.frozen_models)
+            versions, start = WeightVersions(run_dir.state), policy.steps
+            print(f"trainer   from step {start}, {checkpoints.latest or config.model.path}")
+            groups = _groups(sessions, config, versions, start)
+        finally:
+            sessions.unlink()
+        # The run's own manifests are of its own steps.
+        steps = StepMaker(config, ManifestStore(scratch / "manifests"), checkpoints)
+        trained = _train(config, policy, steps, versions, groups)
+        if not trained:
+            raise ConfigError(
+                f"no session is left to train on at step {start}, so nothing is written. Sessions "
+                "of older weights need a higher rollout.eta=N, and a group needs sessions whose "
+                "new rewards differ"
+            )
+        with atomic_folder(out) as made:
+            save_pretrained(policy, scratch, made)
+            if policy.config.lora is not None:
+                save_adapter(policy, made / FOLDER)
     print(f"model     {out}: {policy.steps - start} steps on {trained} sessions")
-    return 0
+    return 1 if arguments.problems else 0
 
 
 def _config(run_dir: RunDir, overrides: Sequence[str]) -> Config:
@@ -88,8 +99,11 @@ def _groups(path: Path, config: Config, versions: WeightVersions, step: int) -> 
         if one.group_id in fresh:
             groups.setdefault(one.group_id, []).append(one)
     judge, reasons, kept = ZeroVarianceGroups(config.train), Counter[str](), list[Group]()
+    least = min(config.sessions.min_group_size, config.sessions.group_size)
     for group in groups.values():
-        if (reason := judge.reject_reason(group)) is not None:
+        if group[0].group_id != group[0].session_id and len(group) < least:
+            reasons["of groups with fewer than sessions.min_group_size"] += len(group)
+        elif (reason := judge.reject_reason(group)) is not None:
             reasons[reason] += len(group)
         else:
             kept.append(in_stable_order(group) if config.rollout.deterministic else group)
@@ -110,37 +124,33 @@ def _read(path: Path) -> Iterator[Trajectory]:
 def _train(
     config: Config,
     policy: Policy,
-    checkpoints: RunCheckpoints,
+    steps: StepMaker,
     versions: WeightVersions,
     groups: Sequence[Group],
 ) -> int:
     """Make a step of each batch; return how many sessions were trained on."""
-    trained = 0
-    with tempfile.TemporaryDirectory() as nowhere:
-        # The run's own manifests are of its own steps.
-        steps = StepMaker(config, ManifestStore(Path(nowhere)), checkpoints)
-        for batch_groups in _batches(groups, config.rollout.batch_size):
-            taken = steps.manifest(policy, batch_groups, versions, [])
-            if not taken.settings["lr"]:
-                raise ConfigError(
-                    f"train.lr_schedule={config.train.lr_schedule} has ended before step "
-                    f"{taken.step}, with a learning rate of 0: add train.lr_schedule=constant"
-                )
-            batch = steps.batch(policy, batch_groups, taken)
-            result = steps.optimize(policy, batch, taken)
-            for reason, count in sorted(Counter(batch.rejected.values()).items()):
-                print(f"left out  {count} sessions of this batch: {reason}")
-            if result is None:
-                continue
-            trained += len(batch.trained)
-            print(
-                f"step {policy.steps:<4} {len(batch.trained)} sessions, "
-                f"{result.stats.tokens} tokens, mean reward "
-                f"{sum(batch.scores) / max(len(batch.scores), 1):.3f}, loss "
-                f"{result.stats.loss:.4f}, gradient {result.grad_norm:.3g}, rate "
-                f"{result.learning_rate:.3g}",
-                flush=True,
-            )
+    batches, trained = list(_batches(groups, config.rollout.batch_size)), 0
+    last = policy.steps + len(batches)
+    if not learning_rate(config.train, last, steps.last_step):
+        raise ConfigError(
+            f"train.lr_schedule={config.train.lr_schedule} has ended at step {last}, with a "
+            "learning rate of 0: add train.lr_schedule=constant"
+        )
+    for of_step in batches:
+        taken = steps.manifest(policy, of_step, versions, [])
+        batch = steps.batch(policy, of_step, taken)
+        result = steps.optimize(policy, batch, taken)
+        for reason, count in sorted(Counter(batch.rejected.values()).items()):
+            print(f"left out  {count} sessions of this batch: {reason}")
+        if result is None:
+            continue
+        trained += len(batch.trained)
+        print(
+            f"step {policy.steps:<4} {len(batch.trained)} sessions, {result.stats.tokens} tokens, "
+            f"mean reward {statistics.fmean(batch.scores):.3f}, loss {result.stats.loss:.4f}, "
+            f"gradient {result.grad_norm:.3g}, rate {result.learning_rate:.3g}",
+            flush=True,
+        )
     return trained
 
 
@@ -161,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("sessions")
     parser.add_argument("--run", required=True)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--problems", type=int, default=0)
     parser.add_argument("overrides", nargs="*")
     arguments = parse(parser, argv)
 

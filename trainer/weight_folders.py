@@ -115,7 +115,7 @@ def save_pretrained(
     config["architectures"] = [type(policy.model).__name__]
     config["dtype"] = str(_save_weights(policy, folder, dtype)).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _copy_tokenizer(tokenizer, folder)
+    copy_tokenizer(tokenizer, folder)
 
 
 def _save_weights(policy: Policy, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
@@ -140,7 +140,8 @@ def _save_weights(policy: Policy, folder: Path, dtype: torch.dtype | None) -> to
     return kind or torch.float32
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a model's tokenizer files; StartupError without any."""
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         raise StartupError(

@@ -41,7 +41,7 @@ changed most.
 
 --train writes a new model folder: the trial's latest checkpoint, trained on the sessions with their
 new rewards as the run would have been, with its settings and those given here. Training sessions
-are taken that have ended with a reward, also those that the run was trained on. Tokens that weights
+are taken that have ended, also those that the run was trained on. Tokens that weights
 of more than rollout.eta steps ago have sampled are masked, and sessions of such tokens alone are
 left out; with rollout.eta=N more are taken, whose importance weights are further from 1.
 

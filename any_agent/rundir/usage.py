@@ -45,7 +45,7 @@ _SESSIONS = (
     "WHERE rowid > ? GROUP BY 1"
 )
 TRAINER = "trainer"
-_OF_A_STEP = {"step", "time", "tokens"}
+_OF_A_STEP = ("step", "time", "tokens")
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -119,12 +119,18 @@ class UsageReader:
 
     def _trained(self) -> Days:
         for line in self._lines.new_records():
-            if isinstance(line, dict) and line.keys() >= _OF_A_STEP and "eval" not in line:
+            if isinstance(line, dict) and "eval" not in line and _counts(line):
                 self._steps[line["step"]] = {name: line[name] for name in _OF_A_STEP}
         days: defaultdict[str, Usage] = defaultdict(Usage)
         for line in self._steps.values():
             days[day_of(line["time"])] += Usage(trained_tokens=int(line["tokens"]), steps=1)
         return dict(days)
+
+
+def _counts(line: dict[str, Any]) -> bool:
+    """Return whether a line has the numbers of a step."""
+    numbers = [line.get(name) for name in _OF_A_STEP]
+    return all(type(n) in (int, float) and 0 <= n < 1e12 for n in numbers)  # type: ignore[operator]
 
 
 class _JournalReader:

@@ -46,6 +46,6 @@ def records_in(path: Path) -> list[dict[str, Any]]:
 def _parse(lines: Iterable[str]) -> list[dict[str, Any]]:
     records = []
     for line in lines:
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             records.append(json.loads(line))
     return records

@@ -37,7 +37,8 @@ from trainer.policy import Policy
 from trainer.weight_folders import save_pretrained
 
 TASKS: dict[str, Any] = {"retry_math": retry_math, "three_sums": three_sums}
-STEPS = 16
+STEPS = {"retry_math": 16, "three_sums": 32}
+RATES = {"retry_math": "8e-4", "three_sums": "2e-3"}
 EVERY = 2
 GROUPS, GROUP_SIZE = 8, 8
 NEW_TOKENS = 8
@@ -46,7 +47,7 @@ EVALS = 8
 TEACHER_SEED, TEACHER_STEPS = 1000, 48
 SHARES = (0.9, 0.95)
 """The shares of the teacher's accuracy whose first evaluations are printed."""
-SETTINGS = ("train.lr=8e-4", "train.betas=[0.9, 0.95]", "train.device=cpu")
+SETTINGS = ("train.betas=[0.9, 0.95]", "train.device=cpu")
 STUDENTS: dict[str, tuple[str, ...]] = {
     "the reward alone": (),
     "the teacher alone": ("train.teacher_coef=1", "train.reward_coef=0"),
@@ -58,7 +59,7 @@ class Course:
     """One model's training on a task."""
 
     def __init__(self, task: str, model: Path, seed: int, *settings: str) -> None:
-        given = [*SETTINGS, f"train.seed={seed}", *settings]
+        given = [*SETTINGS, f"train.lr={RATES[task]}", f"train.seed={seed}", *settings]
         self.config: TrainConfig = load_config(None, given, environ={}).train
         self.task = TASKS[task]
         self.policy = Policy.load(model, policy_config(self.config))
@@ -184,7 +185,7 @@ def main() -> None:
             for name, more in STUDENTS.items():
                 given = (*more, f"train.teacher={root}/teacher") if more else ()
                 course = Course(arguments.task, model, seed, *given)
-                curves[name].append(course.train(STEPS, every=EVERY))
+                curves[name].append(course.train(STEPS[arguments.task], every=EVERY))
                 told = " ".join(f"{each:.3f}" for each in curves[name][-1])
                 print(f"seed {seed} {name:<18} {told}  ({course.sampled} sessions)", flush=True)
     for name, runs in curves.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ def items(split: str) -> list[dict[str, Any]]:
     """The dataset. ``valid`` has other threes of the same sums."""
     facts = [(f"{a} + {b}", a + b) for a in range(5) for b in range(5)]
     draw = random.Random(0)
-    threes = [draw.choices(facts, k=SUMS) for _ in range(_ITEMS)]
+    threes = draw.sample(list(itertools.product(facts, repeat=SUMS)), _ITEMS)
     return [
         {
             "task_id": f"t{k:03d}",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from any_agent.record import session_score
 from proxy_ext.export.reader import Credited
 
-_STATES = ("finalized", "leased", "trained", "rejected")
+ENDED = ("finalized", "leased", "trained", "rejected")
 """The states of training sessions that have ended with a reward."""
 
 
@@ -20,7 +20,7 @@ def is_candidate(session: Mapping[str, Any], states: Sequence[str] | None) -> bo
     """
     if is_vetoed(session):
         return False
-    return bool(states) or (session["mode"] == "train" and session["state"] in _STATES)
+    return bool(states) or (session["mode"] == "train" and session["state"] in ENDED)
 
 
 def is_vetoed(session: Mapping[str, Any]) -> bool:

@@ -56,22 +56,28 @@ class RunSessions:
     ) -> None:
         self.dir = run_dir
         self.settings = settings
-        """The settings of the run's last start, as far as they had to be read."""
+        """The settings of the run's last start, with those of the command line, as far as they had
+        to be read."""
         self._ranks = ranks
         self._wanted = wanted
         self._progress_shown = time.monotonic()
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace, *, settings: bool = True) -> RunSessions:
+    def of(cls, arguments: argparse.Namespace, *, settings: bool | Config = True) -> RunSessions:
         """Return the sessions that a command line names; raises as :func:`ranks_of`.
 
-        ``settings``: False if the run's own are not needed, and need not be readable.
+        ``settings``: the run's own, if they were read; False if they are not needed, and need not
+        be readable.
         """
-        config = load_config(arguments.config, overrides_of(arguments))
+        own = overrides_of(arguments)
+        config = load_config(arguments.config, own)
         run_dir = run_dir_of(config)
         saved = run_dir.path / "config.yaml"
         needed = run_dir.journals is None or settings
-        last = load_config(saved, environ={}) if needed and saved.is_file() else config
+        if isinstance(settings, Config):
+            last = settings
+        else:
+            last = load_config(saved, own, environ={}) if needed and saved.is_file() else config
         if run_dir.journals is None:
             # The journals lie where the run's last start kept them.
             run_dir = run_dir_of(config.model_copy(update={"server": last.server}))

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -40,6 +41,7 @@ from proxy_ext.sessions.rewards import Parts, combined
 
 _AHEAD = 4  # sessions that wait for each worker
 _MOST_CHANGED = 5
+_GOES_ON = ("open", "awaiting_reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Regrading:
                 f"{self.path} is not a file that {self._grader.name} has written for this trial: "
                 "name another one with --out"
             )
-        kept = [line for line in found if line["problem"] is None]
+        # One that goes on has other calls later.
+        kept = [line for line in found if line["problem"] is None and line["state"] not in _GOES_ON]
         if len(whole) < len(content) or len(kept) < len(found):
             # A line that was cut off, and sessions that are graded again.
             write_atomic(self.path, b"".join(map(_line, (head, *kept))))
@@ -167,6 +170,10 @@ class Regrading:
         gets."""
         settings = self.sessions.settings
         weights = settings.sessions.reward_weights
+        for parts in (grades.final, *grades.calls.values()):
+            for name in parts if weights else ():
+                if name is not None and name not in weights:
+                    raise GraderFailed(f"sessions.reward_weights has no weight of {name!r}")
         if grades.final:
             return combined(grades.final, weights)
         if not grades.calls:
@@ -295,17 +302,22 @@ def _lines(path: Path) -> dict[str, dict[str, Any]]:
 
 def train(regrading: Regrading, arguments: argparse.Namespace) -> NoReturn:
     """Become the program that trains on the regraded sessions."""
-    batch = regrading.path.with_name(f"{regrading.path.name}.sessions")
     sessions = RegradedSessions(regrading.sessions, _lines(regrading.path))
-    with open(batch, "wb", opener=owner_only) as file:
-        for trajectory in sessions:
-            write_trajectory(file, trajectory)
+    descriptor, batch = tempfile.mkstemp(prefix="any-agent-regraded-", dir=regrading.path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            for trajectory in sessions:
+                write_trajectory(file, trajectory)
+    except BaseException:
+        os.unlink(batch)
+        raise
     for reason, count in sorted(sessions.left_out.items()):
         print(f"left out  {count} sessions: {reason}")
     sys.stdout.flush()
     run = str(regrading.sessions.dir.path)
-    command = [sys.executable, "-m", "trainer.regraded", str(batch), "--run", run]
-    os.execv(sys.executable, [*command, "--out", arguments.train, *overrides_of(arguments)])
+    command = [sys.executable, "-m", "trainer.regraded", batch, "--run", run]
+    command += ["--out", arguments.train, "--problems", str(regrading.problems)]
+    os.execv(sys.executable, [*command, *overrides_of(arguments)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -318,6 +330,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_installed("train")
             if os.path.lexists(arguments.train):
                 raise ConfigError(f"--train {arguments.train} exists: name a new folder")
+            if arguments.json:
+                raise ConfigError("--json prints no training: leave it out with --train")
         regrading = Regrading(arguments)
         asyncio.run(regrading.run())
         figures = summary_of(regrading.results)

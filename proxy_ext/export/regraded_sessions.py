@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from any_agent.record import is_frozen
+from any_agent.record import is_frozen, strip_content
 from any_agent.types import Trajectory
 from proxy_ext.archive.records import ArchiveRecord
-from proxy_ext.export.choice import is_candidate
+from proxy_ext.export.choice import ENDED, is_candidate
 from proxy_ext.export.reader import RunSessions
 from proxy_ext.sessions.rewards import combined
 
@@ -29,18 +29,17 @@ class RegradedSessions:
         for found, record in self._run.read(lambda _: None):
             if (line := self._lines.get(found.session_id)) is None:
                 continue
-            session = record.session
-            if session["mode"] == "train" and is_candidate(session, None):
-                yield self._trajectory(record, line)
-            else:
-                why = session["mode"] if session["mode"] != "train" else session["state"]
+            if (why := _why_not(record.session, line)) is not None:
                 self.left_out[why] += 1
+            else:
+                yield self._trajectory(record, line)
 
     def _trajectory(self, record: ArchiveRecord, line: Mapping[str, Any]) -> Trajectory:
         """Return a session as a lease would have it, had it had these rewards."""
         session, weights = record.session, self._run.settings.sessions.reward_weights
         of_calls = {id: own for id, own in line["rewards"].items() if isinstance(own, dict)}
-        calls = [call for call in record.interactions if not is_frozen(call)]
+        # Training needs no texts.
+        calls = [strip_content(call) for call in record.interactions if not is_frozen(call)]
         for call in calls:
             own = of_calls.get(call.id)
             call.reward = combined(own, weights) if own is not None else None
@@ -52,3 +51,13 @@ class RegradedSessions:
             task_id=session["task_id"],
             metadata=session["metadata"],
         )
+
+
+def _why_not(session: Mapping[str, Any], line: Mapping[str, Any]) -> str | None:
+    """Return why a session may not be trained on; None if it may."""
+    if session["mode"] != "train":
+        return f"of mode {session['mode']}"
+    if not is_candidate(session, None):
+        return str(session["reason"] or session["state"])
+    # Its grade may be of fewer calls.
+    return None if line["state"] in ENDED else "it went on after it was graded"

@@ -89,7 +89,9 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         return _at_endpoint(arguments, config)
     if _chooses(arguments):
-        return replay_all(arguments, _weights(arguments, config))
+        return replay_all(
+            arguments, RunSessions.of(arguments, settings=config), _weights(arguments, config)
+        )
     record = _record(config, arguments.session or _newest(config))
     source = _weights(arguments, config)
     tree = InteractionTree.from_interactions(c for c in record.interactions if not is_frozen(c))
@@ -138,7 +140,7 @@ def _at_endpoint(arguments: argparse.Namespace, config: Config) -> int:
     """Compare with the answers of another service; raises as :meth:`RunSessions.of`."""
     run = EndpointReplay(arguments, config)
     if _chooses(arguments):
-        read = RunSessions.of(arguments).read(run.report)
+        read = RunSessions.of(arguments, settings=config).read(run.report)
         return run.run((record for _, record in read), whole=False)
     record = _record(config, arguments.session or _newest(config))
     return run.run((each for each in (record,)), whole=True)

@@ -45,10 +45,9 @@ class ReplayedSession:
         return (self.now - self.recorded) / self.tokens
 
 
-def replay_all(arguments: argparse.Namespace, source: WeightsSource) -> int:
-    """Compare each session that the arguments choose; print the sum. Raises as
-    :meth:`RunSessions.of`."""
-    sessions, problems = RunSessions.of(arguments), 0
+def replay_all(arguments: argparse.Namespace, sessions: RunSessions, source: WeightsSource) -> int:
+    """Compare each of the chosen sessions; print the sum."""
+    problems = 0
 
     def report(problem: str) -> None:
         nonlocal problems

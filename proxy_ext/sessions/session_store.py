@@ -450,6 +450,9 @@ def no_session(id: str) -> NotFound:
 def ended(row: SessionRow, state: SessionState, reason: str | None = None) -> SessionRow:
     """Return the row in this state, with the time of its end if the state is terminal."""
     at = time.time() if state in TERMINAL_STATES else None
+    if reason is not None:
+        # A grader's error may have a lone surrogate, which no store takes.
+        reason = reason.encode(errors="replace").decode()
     return replace(row, state=state, reason=reason, ended_at=at)
 
 

@@ -55,6 +55,7 @@ class AccountRoutes:
             ("POST", "/rl/v1/accounts", self._create),
             ("GET", "/rl/v1/accounts", self._list),
             ("DELETE", one, self._delete),
+            ("GET", f"{one}/budget", self._show_budget),
             ("PUT", f"{one}/budget", self._set_budget),
             ("DELETE", f"{one}/budget", self._drop_budget),
             ("POST", f"{one}/keys", self._create_key),
@@ -79,6 +80,11 @@ class AccountRoutes:
             await self._metering.begin_account(body.name)
             await self._budgets.put(body.name, body.budget)
             return 201, await self._new_key(asked, body.name, body)
+
+    async def _show_budget(self, asked: Asked, name: str) -> tuple[int, Any]:
+        asked.require_operator()
+        self._require(name)
+        return 200, await self._budgets.view(name)
 
     async def _set_budget(self, asked: Asked, name: str) -> tuple[int, Any]:
         asked.require_operator()

@@ -135,7 +135,7 @@ class Cloud(Entrance):
                     self._audit.use(who=caller.name, route=f"{request.method} {path[:200]}")
                 return response
             to = await self._destination(request, path, key, body, reservation)
-            if request.method == "POST" and _spends(to.target):
+            if _spends(request.method, to.target):
                 self._budgets.require(to.job.account)
         except (Unauthenticated, Forbidden) as error:
             route = _REDACTOR.text(path)[:200]
@@ -268,12 +268,16 @@ def _named_sessions(request: web.BaseRequest, path: str) -> list[str]:
     return [*names, *request.query.getall("session_id", ())]
 
 
-def _spends(target: str) -> bool:
-    """Return whether a POST at a run calls a model or opens a session: all but rewards and ends."""
+def _spends(method: str, target: str) -> bool:
+    """Return whether a request calls a model or opens a session: a POST that is no reward or end,
+    and an open by any method."""
     path = unquote(target.partition("?")[0])
     if (prefix := session_prefix(path)) is not None:
         path = path[len(prefix) + 1 :]
-    return path in (START, AREAL_START) or not path.startswith(_FREE)
+        # As a rank does: clients put `/rl` behind the session's base URL.
+        if path.startswith("/v1/rl/"):
+            path = path.removeprefix("/v1")
+    return path in (START, AREAL_START) or (method == "POST" and not path.startswith(_FREE))
 
 
 @asynccontextmanager

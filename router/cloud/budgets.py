@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections.abc import Container
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from any_agent.config.cloud import Budget, CloudConfig
 from any_agent.errors import BudgetExhausted
+from any_agent.rundir.usage import day_of
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering, total_of
 from router.cloud.store import RunStore
@@ -62,11 +64,10 @@ class Budgets:
         self._jobs = jobs
         self._own: dict[str, Budget] = {}
         self._exhausted: dict[str, BudgetExhausted] = {}
-        self._day: date | None = None
+        self._day = ""
         """The day of the last look at all accounts."""
-        self._active: set[str] = set()
-        """Accounts that had a run in a place at the last look."""
-        self._judging = asyncio.Lock()
+        self._active: dict[str, str] = {}
+        """The runs that had a place at the last look, with their accounts."""
 
     async def load(self) -> None:
         """Read the budgets, and judge them by the bills as they are stored."""
@@ -80,7 +81,8 @@ class Budgets:
             except ValidationError as error:
                 log.error("the budget of %s is not one, and nothing is allowed: %s", account, error)
                 self._own[account] = Budget(calls=0, per="total")
-        for account in self._all():
+        billed = await self._store.read("SELECT DISTINCT account FROM billed", ())
+        for account in {*self._own, *(name for (name,) in billed)}:
             await self._judge(account)
 
     async def put(self, account: str, budget: Budget | None) -> None:
@@ -121,57 +123,64 @@ class Budgets:
     async def keep(self) -> None:
         """Look at the bills until it is cancelled."""
         while True:
+            began = time.monotonic()
             await self._round()
-            await asyncio.sleep(CHECK_EVERY)
+            # Large runs take a while to read: at most a tenth of the time.
+            await asyncio.sleep(max(CHECK_EVERY, 9 * (time.monotonic() - began)))
 
     async def _round(self) -> None:
-        active = {job.account for job in self._jobs.by_id.values() if job.takes_place}
-        looked = active | self._active
-        if (today := _today()) != self._day:
+        active = {j.run.id: j.account for j in self._jobs.by_id.values() if j.takes_place}
+        # Those of the last look, too: a run counts until it has ended.
+        runs = active | self._active
+        looked, failed = set(runs.values()), False
+        if (today := day_of(time.time())) != self._day:
             # A new period may have begun; after a start, what runs did meanwhile is not known.
-            looked.update(self._all())
+            looked = self._all()
         for account in looked:
-            if self.of(account) is not None:
-                try:
-                    await self._look(account)
-                except (sqlite3.Error, OSError) as error:
-                    log.warning("the budget of %s cannot be checked yet: %s", account, error)
-                    active.add(account)
-        # Those of this look are looked at once more: a run counts until it has ended.
-        self._active, self._day = active, today
+            try:
+                await self._look(account, runs.keys() if self._day else None)
+            except sqlite3.Error as error:
+                log.warning("the budget of %s cannot be checked: %s", account, error)
+                failed = True
+        if not failed:
+            self._active, self._day = active, today
 
     def _all(self) -> set[str]:
         """Return the accounts that may have used up a budget."""
-        return {*self._own, *self._exhausted, *(job.account for job in self._jobs.by_id.values())}
+        of_runs = (job.account for job in self._jobs.by_id.values())
+        return {*self._own, *self._exhausted, *of_runs}
 
-    async def _look(self, account: str) -> None:
-        """Judge an account by what its runs have counted by now."""
+    async def _look(self, account: str, runs: Container[str] | None = None) -> None:
+        """Judge an account by what these of its runs, None: all, have counted by now."""
         if self.of(account) is not None:
             for job in self._jobs.of_account(account):
-                await self._metering.copy(job.run, job.usage)
+                if runs is None or job.run.id in runs:
+                    try:
+                        await self._metering.copy(job.run, job.usage)
+                    except Exception:
+                        # A broken folder must not let others, or its account, use more.
+                        log.warning("what %s has used is not known", job.run.name, exc_info=True)
         await self._judge(account)
 
     async def _judge(self, account: str) -> None:
         """Find out whether an account's budget is used up, and stop or release its runs."""
-        # One after the other: what an earlier budget or bill says must not come last.
-        async with self._judging:
-            error = await self._judgement(account)
-            if error is None:
-                self._exhausted.pop(account, None)
-            else:
-                self._exhausted[account] = error
-            stops = error is not None and error.details["number"] in _STOPPING
-            for job in self._jobs.of_account(account):
-                self._jobs.halt(job, error if stops else None)
-
-    async def _judgement(self, account: str) -> BudgetExhausted | None:
-        if (budget := self.of(account)) is None:
-            return None
-        used = await self._used(account, budget)
-        over = [name for name, limit in budget.limits.items() if used[name] >= limit]
-        # One that stops runs is the one to tell.
-        over.sort(key=lambda name: name not in _STOPPING)
-        return _exhausted(account, budget, over[0], used[over[0]]) if over else None
+        error, used = None, {}
+        while (budget := self.of(account)) is not None:
+            used = await self._used(account, budget)
+            if budget is self.of(account):
+                break
+        if budget is not None:
+            over = [name for name, limit in budget.limits.items() if used[name] >= limit]
+            # One that stops runs is the one to tell.
+            over.sort(key=lambda name: name not in _STOPPING)
+            if over:
+                error = _exhausted(account, budget, over[0], used[over[0]])
+        if error is None:
+            self._exhausted.pop(account, None)
+        else:
+            self._exhausted[account] = error
+        stops = error is not None and error.details["number"] in _STOPPING
+        self._jobs.halt(account, error if stops else None)
 
     async def _used(self, account: str, budget: Budget) -> dict[str, Any]:
         first, last, _ = period_of(budget, _today())
@@ -188,7 +197,7 @@ def _exhausted(account: str, budget: Budget, name: str, used: float) -> BudgetEx
     each = {"day": " a day", "month": " a month", "total": ""}[budget.per]
     then = f"it begins anew on {ends} (UTC), or " if ends else ""
     return BudgetExhausted(
-        f"the budget of the account {account}, {limit:g} {name}{each}, is used up ({used:g}): "
-        f"{then}the operator raises it (PUT /rl/v1/accounts/{account}/budget)",
+        f"the budget of the account {account}, {limit:.15g} {name}{each}, is used up "
+        f"({used:.15g}): {then}the operator raises it (PUT /rl/v1/accounts/{account}/budget)",
         details={"number": name, "used": used, "limit": limit, "ends": ends},
     )

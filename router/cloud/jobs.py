@@ -79,12 +79,15 @@ class Jobs:
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self.by_id = {run.id: Job(run, config) for run in store.runs.values()}
+        self._halted: dict[str, BudgetExhausted] = {}
+        """The accounts whose runs may not run."""
 
     # -- runs ----------------------------------------------------------------------------------
 
     async def add(self, job: Job, answer: Answer | None) -> None:
         """Store a new run, with the answer to its request."""
         await self._store.add(job.run, answer)
+        job.halted = self._halted.get(job.account)
         self.by_id[job.run.id] = job
 
     async def change(self, job: Job, wish: Wish, answer: Answer | None = None) -> None:
@@ -102,12 +105,17 @@ class Jobs:
         if job.run.wish == "delete":
             self._spawn(self._remove(job))
 
-    def halt(self, job: Job, why: BudgetExhausted | None) -> None:
-        """Let a run end, and not start again, as long as its account's budget is used up."""
-        if (job.halted is None) is not (why is None):
+    def halt(self, account: str, why: BudgetExhausted | None) -> None:
+        """Let an account's runs end, and none start, as long as its budget is used up."""
+        if why is None:
+            self._halted.pop(account, None)
+        else:
+            self._halted[account] = why
+        for job in self.of_account(account):
+            changes = (job.halted is None) is not (why is None)
             job.halted = why
-            self._note_end(job)
-        job.halted = why
+            if changes:
+                self._note_end(job)
 
     def _note_end(self, job: Job) -> None:
         if job.ends:
@@ -117,7 +125,9 @@ class Jobs:
 
     def of_account(self, account: str) -> list[Job]:
         """Return the jobs of an account, the oldest run first."""
-        return [self.by_id[run.id] for run in self._store.of_account(account)]
+        # One that is just being made has no job yet.
+        found = (self.by_id.get(run.id) for run in self._store.of_account(account))
+        return [job for job in found if job is not None]
 
     async def write_keys(self, account: str) -> None:
         """Give the runs of an account its present keys, which those that run follow at once."""

@@ -44,7 +44,7 @@ _PAGE_OF_SESSIONS = "50"
 _FILTERS = ("state", "task_id", "group_id", "tenant", "min_reward", "max_reward", "reason")
 _LATELY = {"5 minutes": 300, "hour": 3600, "day": 86_400}
 """The choices of a list of the sessions that were opened lately, in seconds."""
-_NEXT = re.compile(r"/ui(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,2}")
+_NEXT = re.compile(r"/ui(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,2}(?:\?view=[a-z]{1,16})?")
 _COMPILE_AFTER = 0.5  # seconds
 _FOR_EVER = "public, max-age=31536000, immutable"
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -116,7 +116,9 @@ class Dashboard:
             if "/tokens/" in path:
                 reply = _json({"error": "your login has ended; load the page again"}, 401)
             else:
-                reply = await self._login_page(str(needed), 401, path)
+                whole = f"{path}?{request.query_string}"
+                after = whole if _NEXT.fullmatch(whole) else path
+                reply = await self._login_page(str(needed), 401, after)
         except AnyAgentError as error:
             status = error.rank_status if isinstance(error, Refused) else error.status
             if "/tokens/" in path:

@@ -106,6 +106,18 @@ async def test_a_run_that_goes_is_noticed_once_and_nothing_is_written_elsewhere(
     assert rank.told == told and version(folder) == 0
 
 
+def test_an_entry_goes_to_the_folder_that_was_seen(tmp_path: Path) -> None:
+    """Another one may have its name by the time of the write."""
+    folder, elsewhere = tmp_path / "registry", tmp_path / "elsewhere"
+    folder.mkdir()
+    watched = WatchedPath(folder)
+    folder.rename(elsewhere)
+    folder.mkdir()
+    presence.publish(watched.held, Part()())
+    watched.close()
+    assert not list(folder.iterdir()) and list(elsewhere.iterdir())
+
+
 async def test_a_folder_that_cannot_be_seen_is_not_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

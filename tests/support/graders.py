@@ -56,6 +56,8 @@ def misbehaves(session: dict[str, Any]) -> Any:
             return {"a b": 1}
         case "odd":
             return _Odd()
+        case "half a character":
+            raise RuntimeError("half \ud800 of it")
         case "fine":
             return 1
 

@@ -336,7 +336,7 @@ def _type(annotation: str) -> str:
     names |= {"EngineOptions": "list of texts", "Variables": "texts by name"}
     names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
-    names |= {"TrackerNames": "list of texts"}
+    names |= {"TrackerNames": "list of texts", "Limit": "number ≥ 0"}
     names |= {"dict[Name, dict[str, Any]]": "settings by name"}
     names |= {"dict[Name, LocalPath]": "folders by name"}
     return names[out]

@@ -132,6 +132,18 @@ function show(chosen) {
   if (view === "text") readout.hidden = true;
 }
 
+// The address has the view, so that a link opens it.
+function remember() {
+  const here = new URL(location);
+  for (const link of [here, ...document.querySelectorAll(".pager a")]) {
+    const url = new URL(link.href);
+    if (view === "text") url.searchParams.delete("view");
+    else url.searchParams.set("view", view);
+    link.href = url.href;
+  }
+  history.replaceState(history.state, "", here);
+}
+
 let current = null;
 
 function point(span) {
@@ -170,16 +182,13 @@ document.addEventListener("keydown", (event) => {
 if (readout) {
   for (const answer of document.querySelectorAll(".answer")) seen.observe(answer);
   const views = document.querySelector(".views");
-  // The address names the view, so that a link shows what its sender saw.
-  const address = new URL(location);
-  const named = CSS.escape(address.searchParams.get("view") ?? "");
-  const wanted = views.querySelector(`[value="${named}"]`);
-  if (wanted) wanted.checked = true;
   views.addEventListener("change", (event) => {
     show(event.target.value);
-    address.searchParams.set("view", view);
-    history.replaceState(history.state, "", address);
+    remember();
   });
-  // A browser that goes back keeps what was chosen.
-  show(views.querySelector(":checked").value);
+  const wanted = new URLSearchParams(location.search).get("view") ?? "text";
+  const known = [...views.elements].find((input) => input.value === wanted) ?? views.elements[0];
+  known.checked = true;
+  show(known.value);
+  remember();
 }

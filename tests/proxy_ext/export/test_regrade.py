@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from any_agent.config import load_config
+from any_agent.rundir.layout import RunDir
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.export.reader import RunSessions
 from proxy_ext.export.regrade import Regraded, main, summary_of
+from proxy_ext.export.regraded_sessions import RegradedSessions
 from proxy_ext.journal import SetReward
+from proxy_ext.journal.reader import ExportFilter
 from tests.support.archives import Rank, settings_of
 
 GRADERS = """
@@ -191,3 +197,45 @@ def test_the_summary_counts_ties_flips_and_groups_that_teach() -> None:
     turned = summary_of([Regraded(str(k), "g", float(k), -float(k)) for k in range(4)])
     assert turned["rank_correlation"] == pytest.approx(-1.0)
     assert (turned["pairs"], turned["flipped_pairs"]) == (6, 6)
+
+
+async def test_only_ended_training_sessions_are_trained_on_with_their_new_rewards(
+    rank: Rank,
+) -> None:
+    await rank.add_turns("final", ("How long?", "bb"), reward=1.0)
+    await rank.add_turns("by-call", ("How long?", "bb"), ("And now?", "c"), reward=1.0)
+    await rank.add_turns("open", state=SessionState.OPEN)
+    await rank.add_turns("later", reward=1.0)
+    await rank.add_turns("eval", mode=SessionMode.EVAL)
+    await rank.add_turns("vetoed", state=SessionState.REJECTED, reason="vetoed by a judge")
+    await rank.add_turns("ungraded", reward=1.0)
+    graded: dict[str, Any] = {"state": "trained", "new": 7.0, "rewards": {"a": 7.0, "b": 9.0}}
+    lines = dict.fromkeys(("final", "open", "eval", "vetoed"), graded)
+    lines["by-call"] = graded | {"rewards": {"by-call-1": {"a": 0.5, "b": 2.0}}}
+    lines["later"] = graded | {"state": "open"}
+    settings = load_config(None, ["sessions.reward_weights={a: 1, b: 10}"], environ={})
+    run = RunSessions(RunDir(rank.folder), [0], ExportFilter(), settings)
+    sessions = RegradedSessions(run, lines)
+    found = {one.session_id: one for one in sessions}
+    assert found.keys() == {"final", "by-call"}
+    assert found["final"].final_reward == 7.0
+    assert [call.reward for call in found["final"].interactions] == [None]
+    assert found["by-call"].final_reward is None
+    assert [call.reward for call in found["by-call"].interactions] == [None, 20.5]
+    assert sum(sessions.left_out.values()) == 4
+
+
+async def test_a_session_that_went_on_is_graded_again(rank: Rank) -> None:
+    await rank.add_turns("s1", ("How long?", "a"), state=SessionState.OPEN)
+    assert (await regrade(rank, "my_graders.counted")).returncode == 0
+    assert lines_of(rank)["s1"]["new"] == 1.0
+    await rank.add_call("s1-1", "s1", [], {"content": "bbb"}, parent="s1-0")
+    assert (await regrade(rank, "my_graders.counted")).returncode == 0
+    assert lines_of(rank)["s1"]["new"] == 3.0
+
+
+async def test_a_name_without_a_weight_is_no_reward(rank: Rank) -> None:
+    await recorded(rank, s1=("a", 3.0))
+    done = await regrade(rank, "my_graders.by_name", "sessions.reward_weights={polite: 1}")
+    assert done.returncode == 1
+    assert "no weight of 'length'" in lines_of(rank)["s1"]["problem"]

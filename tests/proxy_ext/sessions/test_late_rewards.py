@@ -133,6 +133,7 @@ async def test_a_grader_that_misbehaves_costs_its_session_alone(
     proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=8")
     pid = tmp_path / "pid"
     cases = ("raises", "hangs", "dies", "exits", "nan", "text", "none", "huge", "names", "odd")
+    cases = (*cases, "half a character")
     sessions = {
         how: await awaiting(proxy, 0.01, metadata={"how": how, "pid": str(pid)})
         for how in (*cases, "fine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import date, timedelta
+from datetime import date
 from typing import Any
 
 import pytest
@@ -63,8 +63,10 @@ async def test_calls_and_opens_end_with_the_budget_and_rewards_go_on(opening: Op
         named = "/runs/exp/trial-1"
         for path in (OPEN, "/rl/start_session", CALL, f"{named}{CALL}", f"/{session}/v1/responses"):
             assert await status(cloud, path, alice) == 402, path
+        assert await status(cloud, OPEN, alice, "GET") == 402
         for path in ("/rl/v1/set_reward", "/rl/v1/finalize", f"{named}/rl/set_reward"):
             assert await status(cloud, path, session) == 200, path
+        assert await status(cloud, f"/{session}/v1/rl/set_reward", "DUMMY") == 200
         assert await status(cloud, "/v1/models", alice, "GET") == 200
         assert await cloud.state(alice, run["id"]) == "running"
         assert await status(cloud, CALL, bob) == 200
@@ -97,6 +99,9 @@ async def test_a_run_whose_steps_are_used_up_stops_and_goes_on_with_a_larger_bud
         started = await cloud.ask("POST", f"/rl/v1/runs/{run['id']}/start", alice)
         assert (started.status_code, started.json()["state"]) == (202, "stopped")
         assert cloud.cloud._jobs.stats.ends["budget"] == 1
+        other = await cloud.run(alice, "other")
+        assert await cloud.state(alice, other["id"]) == "stopped"
+        assert await status(cloud, "/runs/other/trial-1/rl/v1/set_reward", alice) == 402
         await set_budget(cloud, "alice", steps=4, per="total")
         assert await status(cloud, "/rl/v1/set_reward", session) == 200
 
@@ -151,13 +156,40 @@ async def test_a_budget_below_what_is_used_is_used_up_until_its_period_ends(
 
         await until(gone)
         assert await status(cloud, CALL, alice) == 402
-        today = budgets._today()
-        monkeypatch.setattr(budgets, "_today", lambda: today + timedelta(days=31))
+        next_month = time.time() + 31 * 86_400
+        monkeypatch.setattr(budgets.time, "time", lambda: next_month)
 
         async def answered() -> bool:
             return await status(cloud, CALL, alice) == 200
 
         await until(answered)
+
+
+async def test_a_new_period_lets_what_was_used_up_go_on(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opening(budget={"steps": 2, "per": "day"}) as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        assert await status(cloud, OPEN, alice) == 200
+        train(cloud, run, 1, 2)
+
+        async def state(wanted: int) -> bool:
+            return await status(cloud, CALL, alice) == wanted
+
+        await until(lambda: state(402))
+        tomorrow = time.time() + 86_400
+        monkeypatch.setattr(budgets.time, "time", lambda: tomorrow)
+        await until(lambda: state(200))
+
+
+async def test_a_run_that_cannot_be_read_frees_nobody(opening: Opening) -> None:
+    async with opening() as cloud:
+        alice = await cloud.account("alice")
+        run = await cloud.run(alice)
+        RunDir(cloud.folder(run)).metrics.mkdir(parents=True)
+        assert (await set_budget(cloud, "alice", calls=0))["exhausted"] == "calls"
+        assert await status(cloud, CALL, alice) == 402
 
 
 @pytest.mark.parametrize(

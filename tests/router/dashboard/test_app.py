@@ -157,9 +157,18 @@ async def test_behind_tls_the_cookie_is_for_tls_alone(lab: Lab) -> None:
     assert "; Secure" in answer.headers["set-cookie"]
 
 
+async def test_a_link_to_a_sessions_tokens_outlives_the_login(lab: Lab) -> None:
+    page = f"/ui/sessions/{IDS[0]}"
+    for odd in ("view=%22", "view=a&view=b", "view=a%0d%0aX:y", "view="):
+        assert f'name="next" value="{page}"' in (await lab.get(f"{page}?{odd}")).text, odd
+    link = f"{page}?view=logprob"
+    assert f'name="next" value="{link}"' in (await lab.get(link)).text
+    assert (await log_in(lab, next=link)).headers["location"] == link
+
+
 async def test_a_login_leads_to_a_page_of_ours(lab: Lab) -> None:
     evil = ("https://evil.example/ui", "//evil.example")
-    for after in (*evil, "/ui/../v1", "/ui\r\nX: y", "/v1", EVIL):
+    for after in (*evil, "/ui/../v1", "/ui\r\nX: y", "/v1", "/ui?view=a&b", EVIL):
         assert (await log_in(lab, next=after)).headers["location"] == "/ui", after
     wrong = await log_in(lab, "wrong", next=EVIL)
     assert 'name="next" value="/ui"' in wrong.text and EVIL not in wrong.text

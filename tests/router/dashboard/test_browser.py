@@ -69,15 +69,28 @@ def looked_at(url: str, program: str, admits_root: bool) -> dict[str, Any]:
         }
         page.goto(f"{url}/ui/sessions/{IDS[0]}")
         page.check("[value=logprob]")
-        # The address is that of this view.
-        page.goto(page.url)
         spans = page.locator(".tokens > span")
         spans.last.hover()
         seen |= {
             "tokens": spans.all_inner_texts(),
             "shades": spans.evaluate_all("all => all.map(one => one.classList[0])"),
             "readout": page.locator(".readout").inner_text(),
+            "address": page.url.removeprefix(url),
         }
+        # Somebody opens the link, without a login, and then another view.
+        other = browser.new_context().new_page()
+        other.goto(page.url)
+        other.fill("[name=key]", ADMIN)
+        other.keyboard.press("Enter")
+        other.locator(".tokens > span").last.wait_for()
+        seen["linked"] = other.locator(".tokens > span").evaluate_all(
+            "all => all.map(one => one.classList[0])"
+        )
+        shown = []
+        for view in ("version", "mask", "text", "odd"):
+            other.goto(f"{url}/ui/sessions/{IDS[0]}?view={view}")
+            shown.append([other.locator(".views :checked").get_attribute("value"), other.url])
+        seen["views"] = [(view, address.removeprefix(url)) for view, address in shown]
         browser.close()
     return seen | {"errors": errors}
 
@@ -105,4 +118,10 @@ async def test_the_overview_opens_with_the_figures_of_the_api_and_without_an_err
     assert seen["texts"] == {"version": str(run["version"]), "step": str(run["step"]["step"])}
     assert {"0.625", "0.5"} <= set(seen["figures"])
     assert seen["tokens"] == TOKENS["texts"] and seen["shades"] == ["prompt", "p3", "p1"]
+    here = f"/ui/sessions/{IDS[0]}"
+    assert seen["address"] == f"{here}?view=logprob" and seen["linked"] == seen["shades"]
+    assert seen["views"] == [
+        *(("version", f"{here}?view=version"), ("mask", f"{here}?view=mask")),
+        *(("text", here), ("text", here)),
+    ]
     assert "id 9 · log-probability -3.0000 (4.98 %) · version 4 · trained" in seen["readout"]
