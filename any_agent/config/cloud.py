@@ -63,7 +63,7 @@ class CloudDefault(Section):
     """The run's experiment."""
 
 
-_Limit: TypeAlias = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False, strict=True)] | None
+Limit: TypeAlias = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False, strict=True)] | None
 
 
 class Budget(Section):
@@ -71,21 +71,21 @@ class Budget(Section):
 
     per: Literal["total", "month", "day"] = "month"
     """The period, of UTC: a calendar month, a day, or all time (`total`)."""
-    calls: _Limit = None
+    calls: Limit = None
     """Model calls."""
-    sessions: _Limit = None
+    sessions: Limit = None
     """Sessions that are opened."""
-    prompt_tokens: _Limit = None
+    prompt_tokens: Limit = None
     """Tokens of prompts."""
-    sampled_tokens: _Limit = None
+    sampled_tokens: Limit = None
     """Tokens of answers."""
-    steps: _Limit = None
+    steps: Limit = None
     """Training steps; at this one and the next three limits the account's runs stop."""
-    trained_tokens: _Limit = None
+    trained_tokens: Limit = None
     """Tokens that steps train on."""
-    place_seconds: _Limit = None
+    place_seconds: Limit = None
     """Seconds that runs have places."""
-    gpu_seconds: _Limit = None
+    gpu_seconds: Limit = None
     """The same times the GPUs of the place."""
 
     @property

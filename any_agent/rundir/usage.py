@@ -127,6 +127,12 @@ class UsageReader:
         return dict(days)
 
 
+def _counts(line: dict[str, Any]) -> bool:
+    """Return whether a line has the numbers of a step."""
+    numbers = [line.get(name) for name in _OF_A_STEP]
+    return all(type(n) in (int, float) and 0 <= n < 1e12 for n in numbers)  # type: ignore[operator]
+
+
 class _JournalReader:
     """The usage that a rank's journal has. Rows of sessions stay, in the order of their opens."""
 
@@ -153,9 +159,3 @@ class _JournalReader:
         for day, sessions in self._sessions.items():
             days[day] += Usage(sessions=sessions)
         return dict(days)
-
-
-def _counts(line: dict[str, Any]) -> bool:
-    """Return whether a line has the numbers of a step."""
-    numbers = [line.get(name) for name in _OF_A_STEP]
-    return all(type(n) in (int, float) and 0 <= n < 1e12 for n in numbers)  # type: ignore[operator]

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from any_agent.config.cloud import Budget, CloudConfig
 from any_agent.errors import BudgetExhausted
+from any_agent.rundir.usage import day_of
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering, total_of
 from router.cloud.store import RunStore
@@ -63,7 +64,7 @@ class Budgets:
         self._jobs = jobs
         self._own: dict[str, Budget] = {}
         self._exhausted: dict[str, BudgetExhausted] = {}
-        self._day: date | None = None
+        self._day = ""
         """The day of the last look at all accounts."""
         self._active: dict[str, str] = {}
         """The runs that had a place at the last look, with their accounts."""

@@ -122,7 +122,9 @@ class RunRoutes:
         names = (account, new.experiment, trial)
         run = Run(self._store.free_id(), *names, model, preset, new.settings)
         job = Job(run, self._config)
-        answer = asked and asked.answer(201, await self._view(job, run, asked.caller))
+        answer = None
+        if asked is not None:
+            answer = asked.answer(201, await self._view(job, run, asked.caller))
         await self._jobs.add(job, answer)
         return run, True
 

@@ -125,6 +125,7 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
         call = {"model": "bob/default/trial-1", "messages": talk}
         answered = await _started(url, "/v1/chat/completions", keys["bob"], call)
         assert answered.headers["x-any-agent-experiment"] == "default"
+        await _use_up_a_budget(url, keys["bob"], call)
         billed = {each["account"]: each for each in (await ask("/rl/v1/usage", ADMIN))["accounts"]}
         assert second.poll() is None
     starts = log.read_text().count(" starts")
@@ -138,12 +139,36 @@ async def test_accounts_take_turns_on_one_place_and_a_killed_cloud_loses_nothing
     assert starts > len(ACCOUNTS)
 
 
-async def _started(url: str, path: str, key: str, body: Any) -> httpx.Response:
+async def _use_up_a_budget(url: str, key: str, call: Any) -> None:
+    """A used-up budget ends bob's calls and stops his run, and without it both go on."""
+    path = "/rl/v1/accounts/bob/budget"
+    operator, account = ({"Authorization": f"Bearer {one}"} for one in (ADMIN, key))
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+        budget = {"steps": STEPS, "per": "total"}
+        view = (await http.put(path, headers=operator, json=budget)).json()
+        assert (view["used"], view["exhausted"]) == ({"steps": STEPS}, "steps")
+        refused = await http.post("/v1/chat/completions", headers=account, json=call)
+        assert refused.status_code == 402, refused.text
+        assert refused.json()["error"]["code"] == "budget_exhausted"
+
+        async def stopped() -> bool:
+            runs = (await http.get("/rl/v1/runs", headers=account)).json()["runs"]
+            return bool(runs[0]["state"] == "stopped" and "is used up" in runs[0]["reason"])
+
+        await until(stopped, "the run's end")
+        dropped = await http.delete(path, headers=operator)
+        assert (dropped.status_code, dropped.json()) == (200, None)
+    await _started(url, "/v1/models", key, None, "GET")
+
+
+async def _started(
+    url: str, path: str, key: str, body: Any, method: str = "POST"
+) -> httpx.Response:
     """The answer of a run, once it is started."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
         while True:
-            answer = await http.post(path, headers=headers, json=body)
+            answer = await http.request(method, path, headers=headers, json=body)
             if "x-any-agent-run-state" not in answer.headers:
                 assert answer.status_code == 200, answer.text
                 return answer

@@ -41,7 +41,7 @@ SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "reference" / "configuration.md"
 TREE = "Config"
 CLOUD_TREE = "CloudConfig"
-CLOUD_SECTIONS = {"CloudServer": "server", "CloudDefault": "default"}
+CLOUD_SECTIONS = {"CloudServer": "server", "CloudDefault": "default", "Budget": "budget"}
 CLOUD_HEAD = """## The file of `any-agent cloud`
 
 [Run a service for many](../how-to/run-a-service.md) has an example. Its settings come from the file
@@ -336,7 +336,7 @@ def _type(annotation: str) -> str:
     names |= {"EngineOptions": "list of texts", "Variables": "texts by name"}
     names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
-    names |= {"TrackerNames": "list of texts"}
+    names |= {"TrackerNames": "list of texts", "Limit": "number ≥ 0"}
     names |= {"dict[Name, dict[str, Any]]": "settings by name"}
     names |= {"dict[Name, LocalPath]": "folders by name"}
     return names[out]

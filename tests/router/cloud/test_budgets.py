@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import date, timedelta
+from datetime import date
 from typing import Any
 
 import pytest
@@ -183,8 +183,8 @@ async def test_a_budget_below_what_is_used_is_used_up_until_its_period_ends(
 
         await until(gone)
         assert await status(cloud, CALL, alice) == 402
-        today = budgets._today()
-        monkeypatch.setattr(budgets, "_today", lambda: today + timedelta(days=31))
+        next_month = time.time() + 31 * 86_400
+        monkeypatch.setattr(budgets.time, "time", lambda: next_month)
 
         async def answered() -> bool:
             return await status(cloud, CALL, alice) == 200
