@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from any_agent.config.cloud import Budget, CloudConfig
 from any_agent.errors import BudgetExhausted
-from any_agent.rundir.usage import day_of
 from router.cloud.jobs import Jobs
 from router.cloud.metering import Metering, total_of
 from router.cloud.store import RunStore
