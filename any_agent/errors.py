@@ -373,7 +373,9 @@ def from_response(status: int, content: bytes, retry_after: str | None) -> AnyAg
     except (ValueError, KeyError, TypeError):
         message, code, param = content[:300].decode(errors="replace"), None, None
     kind = _BY_CODE.get(code or "") or _by_status(status)
-    wait = float(retry_after) if retry_after and retry_after.isdigit() else None
+    asked = retry_after or ""
+    # "\u00b2" is a digit that is no number.
+    wait = float(asked) if asked.isascii() and asked.isdigit() else None
     return kind(message, code=code, param=param, retry_after=wait)
 
 

@@ -437,4 +437,5 @@ def _message_of(error: Exception) -> str:
 def _retry_after(error: Exception) -> float | None:
     headers = getattr(error, "litellm_response_headers", None) or {}
     seconds = str(headers.get("retry-after", ""))
-    return min(float(seconds), _MAX_RETRY_AFTER) if seconds.isdigit() else None
+    number = seconds.isascii() and seconds.isdigit()
+    return min(float(seconds), _MAX_RETRY_AFTER) if number else None

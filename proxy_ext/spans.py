@@ -225,10 +225,11 @@ def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:
+    """Return a message's parts; those to frozen models may have any JSON in any field."""
     content = message.get("content")
     texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     parts: list[dict[str, Any]] = [
-        {"type": "text", "content": part["text"]}
+        {"type": "text", "content": str(part["text"])}
         for part in texts
         if isinstance(part, dict) and part.get("text")
     ]
@@ -243,14 +244,19 @@ def _parts(message: Message) -> list[dict[str, Any]]:
         ]
     if message.get("reasoning_content"):
         parts.insert(0, {"type": "reasoning", "content": message["reasoning_content"]})
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", {})
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = _object(_object(call).get("function"))
         parts.append(
             {
                 "type": "tool_call",
-                "id": call.get("id"),
+                "id": _object(call).get("id"),
                 "name": function.get("name"),
                 "arguments": function.get("arguments"),
             }
         )
     return parts
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -90,6 +90,7 @@ def test_who_is_turned_away_is_told_when_to_come_again(wait: float | None) -> No
 def test_an_answer_of_another_server_becomes_an_error_by_its_status(
     status: int, content: bytes, kind: type[AnyAgentError]
 ) -> None:
-    error = from_response(status, content, "soon")
-    assert type(error) is kind
-    assert error.retry_after is None
+    for after in ("soon", "", "-1", "\u00b2"):
+        error = from_response(status, content, after)
+        assert type(error) is kind
+        assert error.retry_after is None

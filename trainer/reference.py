@@ -37,12 +37,16 @@ def require_alike(setting: str, path: str, policy: Policy) -> None:
         theirs = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}={path} cannot be read: {error}") from error
-    advice = "name a model with the policy's tokenizer and context, or leave it out"
-    for name, what in (("vocab_size", "token ids"), ("max_position_embeddings", "positions")):
+    needed = (
+        ("vocab_size", "token ids", "an equal vocab_size, padding included"),
+        ("max_position_embeddings", "positions", "at least the policy's context"),
+    )
+    for name, what, advice in needed:
         mine, other = getattr(ours, name, None), getattr(theirs, name, None)
         if other != mine if name == "vocab_size" else (other or 0) < (mine or 0):
             raise ConfigError(
-                f"{setting}={path} has {other} {what} ({name}), the policy {mine}: {advice}"
+                f"{setting}={path} has {other} {what} ({name}), the policy {mine}: name a model "
+                f"with {advice}, or leave it out"
             )
 
 

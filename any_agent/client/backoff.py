@@ -46,9 +46,9 @@ class Backoff:
             self._extended = True
             self._deadline = max(self._deadline, time.monotonic() + RUN_WAIT)
 
-    async def wait(self) -> None:
-        """Wait about ``delay`` seconds, and double it."""
-        await asyncio.sleep(jittered(self.delay))
+    async def wait(self, at_least: float = 0.0) -> None:
+        """Wait about ``delay`` seconds, or longer if the service names a later time; double it."""
+        await asyncio.sleep(max(jittered(self.delay), jittered(at_least, 1.0, 1.2)))
         self.delay = min(2 * self.delay, self._longest)
 
     async def wait_at_least(self, seconds: float) -> None:

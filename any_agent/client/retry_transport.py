@@ -146,4 +146,4 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 def _count(request: httpx.Request) -> int:
     text = request.headers.get(_COUNT, "0")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -279,13 +279,15 @@ class TrainConfig(Section):
     subtracted: an output loses this times the sum of log mu - log pi_ref over its tokens, as with
     RLOO and REINFORCE++. 0: rewards are trained on as they are."""
     reference_model: LocalPath = ""
-    """The reference model of either, a folder or a hub name; it needs the policy's tokenizer.
-    Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
-    in memory beside the policy's, unless it is the model that `train.lora` adapts."""
+    """The reference model of either, a folder or a hub name; it needs the policy's tokenizer and an
+    equal `vocab_size`. Empty: `model.path`, the model that training begins with, also after a
+    restart. Its weights stay in memory beside the policy's, unless it is the model that
+    `train.lora` adapts."""
     teacher: LocalPath = ""
-    """A model to distil from, a folder or a hub name; it needs the policy's tokenizer, and may be
-    wider or deeper: a larger model, or a checkpoint of another trial. Its weights stay in memory
-    beside the policy's. Empty: none."""
+    """A model to distil from, a folder or a hub name; it needs the policy's tokenizer and an equal
+    `vocab_size`, padding included, which some families pad further in their larger models. It may
+    be wider or deeper, or a checkpoint of another trial. Its weights stay in memory beside the
+    policy's, the output head whole in each process. Empty: none."""
     teacher_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the divergence from the teacher, a term of the loss: over the whole vocabulary,
     at each token that the policy sampled and is trained on (on-policy distillation). It needs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,12 +41,12 @@ def next_message(
                 value = await value if inspect.isawaitable(value) else value
             return None if value is None else plain_number(value)
 
-        found = {}
-        for call in session["interactions"]:
-            values = await asyncio.gather(*(judged(call, said) for said in call["next_messages"]))
-            given = [value for value in values if value is not None]
-            if given:
-                found[call["id"]] = {name: math.fsum(given) / len(given)}
-        return found
+        pairs = [(call, said) for call in session["interactions"] for said in call["next_messages"]]
+        values = await asyncio.gather(*(judged(*pair) for pair in pairs))
+        given: defaultdict[str, list[float]] = defaultdict(list)
+        for (call, _), value in zip(pairs, values, strict=True):
+            if value is not None:
+                given[call["id"]].append(value)
+        return {id: {name: math.fsum(each) / len(each)} for id, each in given.items()}
 
     return grade

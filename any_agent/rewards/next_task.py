@@ -27,7 +27,8 @@ def facts_of(
     unscored: Container[str] = (),
 ) -> TaskFacts:
     """Return what a task's sessions tell; ``keeps_alike``: steps also take groups that scored
-    alike; ``unscored`` has the ids of sessions whose score is not their reward."""
+    alike, which teach nothing; ``unscored`` has the ids of sessions whose score is not their
+    reward."""
     groups: defaultdict[tuple[str | None, str], list[SessionLine]] = defaultdict(list)
     for session in (own := [one for one in sessions if one.mode == "train"]):
         # A group's id is its tenant's.

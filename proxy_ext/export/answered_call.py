@@ -171,7 +171,7 @@ def why_not(
 ) -> str | None:
     """Return why log-probabilities of the record and the answer are not of the same kind."""
     if answer.tokens is None:
-        return "the service returns none"
+        return "the service returns none that can be read"
     if not len(node.output_ids):
         return "no token is recorded"
     bent = has_modified_distribution(node.gconfig)

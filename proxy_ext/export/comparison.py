@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from any_agent.runtime.command_line import printable
 from any_agent.types import GenerationHyperparameters, Message
 
+_MAX_EXPONENT = 700.0  # e to a larger power is no float
 _MAX_SHOWN = 600  # characters of an answer that are printed
 
 
@@ -41,7 +42,7 @@ class Comparison:
             math.fsum(sizes) / count,
             max(sizes),
             sizes.index(max(sizes)),
-            math.exp(math.fsum(differences) / count),
+            math.exp(min(math.fsum(differences) / count, _MAX_EXPONENT)),
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ _GIVE_UP = 16
 """Failures in a row after which nothing more is sent, unless they are about single requests."""
 _BUSY = (429, 503)
 _ABOUT_THE_REQUEST = (400, 413, 422)
+_LEAST = -4e38  # the log-probability below which no engine's numbers (float32) are
+_ROUNDING = 1e-3  # of engines that compute a log-probability just above 0
 _MOST_SAID = 300  # characters of an error that are shown
 _OWN_HEADER = "x-any-agent-interaction"
 _REPLACED_HEADER = "x-any-agent-overrides"
@@ -152,10 +153,11 @@ class Endpoint:
             status, headers, data = await self._once(content)
             if status not in _BUSY:
                 return status, headers, data
-            named = from_response(status, b"", headers.get("retry-after")).retry_after
-            if not backoff.allows(backoff.delay if named is None else named):
+            # A service that names no time at all is not asked faster than one that is silent.
+            named = from_response(status, b"", headers.get("retry-after")).retry_after or 0.0
+            if not backoff.allows(max(backoff.delay, named)):
                 return status, headers, data
-            await (backoff.wait() if named is None else backoff.wait_at_least(named))
+            await backoff.wait(at_least=named)
 
     async def _once(self, content: bytes) -> tuple[int, httpx.Headers, bytes]:
         url, data = f"{self.url}/chat/completions", bytearray()
@@ -182,10 +184,11 @@ def _base_url(given: str) -> str:
         parsed = httpx.URL(given)
     except (httpx.InvalidURL, ValueError):
         parsed = httpx.URL("")
-    if parsed.userinfo or parsed.query or parsed.fragment or "/sk-" in parsed.path:
+    # What is before an @ may be a password, whatever else the text is.
+    if "@" in given or parsed.query or parsed.fragment or "/sk-" in parsed.path:
         raise ConfigError(
-            f"--url has more than a host and a path: others may read it, so put a key into "
-            f"{KEY_FROM}"
+            "--url has an @, or more than a host and a path: others may read it, so put a key "
+            f"into {KEY_FROM}"
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(
@@ -264,10 +267,11 @@ def _tokens(logprobs: Any) -> list[SampledToken] | None:
     out = []
     for entry in content:
         match entry:
-            case {"token": str(text), "logprob": float(logprob)} if math.isfinite(logprob):
-                pass
-            case {"token": str(text), "logprob": 0 as logprob}:
-                pass
+            # Many writers of JSON have -1.0 as -1; no number is below both limits or NaN.
+            case {"token": str(text), "logprob": int() | float() as given} if (
+                type(given) is not bool and _LEAST <= given <= _ROUNDING
+            ):
+                logprob = min(float(given), 0.0)
             case _:
                 return None
         spelled = entry.get("bytes")

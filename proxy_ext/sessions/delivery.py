@@ -4,9 +4,9 @@ An answer is recorded before its end is sent, and marked as delivered once the e
 connected client. The mark is written a moment later, together with other writes, and costs no
 fsync. So a process that dies may lose the marks of its last moment, and a machine those since the
 last other write. An answer that an earlier process left unmarked counts as received only if it was
-used: continued, rewarded by name, or fetched by a marked retry. One that was not used when its
-session is finalized counts as undelivered, even if its agent did have it, and never the other way
-round.
+used: continued, rewarded by name, or fetched by a marked retry. The service's own grader does not
+use an answer: it names what is recorded. One that was not used when its session is finalized counts
+as undelivered, even if its agent did have it, and never the other way round.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
+UNRECEIVED = "the grader rewarded only answers that are not known to have reached the agent"
 _MAX_REPEATS = 64  # answers to repeated endings of a session that are stored
 _MAX_COUNTED = 10_000  # sessions whose repeated endings are counted
 _VETO = "vetoed: a guardrail refused an answer (litellm.policy_vetoes)"
@@ -191,13 +192,19 @@ class SessionEnder:
         """End a session at its reward's deadline, and return whether it was rewarded by then.
 
         Otherwise it gets this final reward, and its calls those of ``calls`` by their ids, or it is
-        rejected for this reason. SessionClosed if it has ended otherwise.
+        rejected for this reason, or as no answer of ``calls`` reached the agent. SessionClosed if
+        it has ended otherwise.
         """
         async with session.lock:
             await self._sessions.load(session)
             rewarded = is_rewarded(session)
             if rewarded:
                 final, calls, reason = NO_PARTS, None, None
+            if calls:
+                # A grader names an answer because it is recorded, not because the agent has it.
+                lost = {i.id for i in unreceived(session, for_good=True)}
+                calls = {id: parts for id, parts in calls.items() if id not in lost}
+                reason = None if calls or final else UNRECEIVED
             if session.mode is SessionMode.EVAL:
                 state = SessionState.EVALUATED
             else:
@@ -297,9 +304,7 @@ class SessionEnder:
                 row = replace(row, state=SessionState.REJECTED, reason=_VETO)
             awaiting = row.state is SessionState.AWAITING_REWARD
             # Also answers that are still being sent: the session does not wait for their clients.
-            # An answer that these rewards name counts as used, as after any other reward.
-            named = {reward.interaction_id for reward in rewards}
-            unsent = [i for i in unreceived(session, for_good=not awaiting) if i.id not in named]
+            unsent = unreceived(session, for_good=not awaiting)
             until = row.awaits_until or 0.0
             statements: list[Statement] = [
                 *rewards,

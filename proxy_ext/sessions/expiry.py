@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from any_agent.types import SessionState
-from proxy_ext.sessions.endings import SessionEnder, is_rewarded
+from proxy_ext.sessions.endings import UNRECEIVED, SessionEnder, is_rewarded
 from proxy_ext.sessions.grading import GraderFailed, graded_session, grader_of
 from proxy_ext.sessions.groups import Group
 from proxy_ext.sessions.session import RecordedSession
@@ -210,5 +210,7 @@ class SessionExpirer:
         """End the session; a reward that came in the meantime takes precedence."""
         if await self._endings.at_deadline(session, **ending):
             outcome = "rewarded"
+        elif session.row.reason == UNRECEIVED:
+            outcome = "rejected"
         self.outcomes[outcome] += 1
         log.info("session %s reached the deadline of its reward: %s", session.id, outcome)

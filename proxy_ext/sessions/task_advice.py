@@ -32,7 +32,10 @@ class TaskAdvice:
     def __init__(self, journal: Journal, config: Config) -> None:
         self._journal = journal
         self._of_task = min(_GROUPS_OF_TASK * config.sessions.group_size, _PAGE)
-        self._keeps_alike = config.train.dynamic_sampling == "keep"
+        train = config.train
+        # A teacher, or the reference alone, teaches whatever the rewards are.
+        by_rewards = train.reward_coef > 0 and not train.teacher_coef
+        self._keeps_alike = train.dynamic_sampling == "keep" and by_rewards
         self._discounts = config.train.discount != 1
         self._reading = asyncio.Lock()
         self._kept: dict[tuple[str | None, tuple[str, ...]], tuple[float, list[TaskFacts]]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 import pytest
@@ -45,11 +45,13 @@ def fine() -> httpx.Response:
 
 
 async def post(
-    script: Scripted, headers: dict[str, str] = KEY, patience: float = 20.0
+    script: Scripted, headers: Mapping[str, str | bytes] = KEY, patience: float = 20.0
 ) -> httpx.Response:
     transport = RetryTransport(script, patience=patience)
     async with httpx.AsyncClient(transport=transport) as client:
-        return await client.post("http://service/v1/x", json={"a": 1}, headers=headers)
+        return await client.post(
+            "http://service/v1/x", json={"a": 1}, headers=httpx.Headers([*headers.items()])
+        )
 
 
 async def test_a_run_that_has_no_place_yet_is_waited_for_beyond_the_patience() -> None:
@@ -78,6 +80,11 @@ async def test_a_reply_that_was_lost_is_asked_for_again() -> None:
     headers = {**KEY, "x-stainless-retry-count": "1"}
     assert (await post(script, headers)).status_code == 200
     assert [r.headers["x-stainless-retry-count"] for r in script.seen] == ["1", "2", "3"]
+    # A count that is none begins at 0.
+    script = Scripted(full, fine)
+    odd = {**KEY, "x-stainless-retry-count": b"\xb2"}
+    assert (await post(script, odd)).status_code == 200
+    assert script.seen[1].headers["x-stainless-retry-count"] == "1"
 
 
 async def test_an_error_that_no_waiting_mends_is_returned_at_once() -> None:

@@ -90,9 +90,11 @@ reply_later = next_message(by_reply_later)
 
 
 def of_calls(session: dict[str, Any]) -> Any:
-    """As the session's metadata says; "last" is the id of its last call."""
+    """As the session's metadata says; "first" and "last" are ids of its calls."""
     said = json.dumps(session["metadata"]["rewards"])
-    return json.loads(said.replace('"last"', json.dumps(session["interactions"][-1]["id"])))
+    for name, call in (("first", 0), ("last", -1)):
+        said = said.replace(f'"{name}"', json.dumps(session["interactions"][call]["id"]))
+    return json.loads(said)
 
 
 class _Odd:

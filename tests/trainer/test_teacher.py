@@ -331,6 +331,7 @@ def test_another_model_is_refused_by_name_at_the_start(
     (damaged / "model.safetensors").write_bytes(b"x")
     for folder, why in (
         ("vocabulary", f"{own.vocab_size + 3} token ids"),
+        ("vocabulary", "an equal vocab_size, padding included"),
         ("swapped", "another tokenizer"),
         ("nothing", "cannot be read"),
         ("damaged", "cannot be loaded"),

@@ -160,11 +160,23 @@ async def test_facts_are_kept_a_moment_for_each_caller_and_a_bounded_number_of_t
     assert [one.sessions for one in await advice.facts(["t"], None)] == [2]
 
 
-async def test_where_steps_take_all_groups_rewards_of_calls_leave_the_verdict_open(
-    start: Start,
+@pytest.mark.parametrize(
+    ("teacher", "verdicts"),
+    [
+        ((), ("taught_nothing", "unknown")),
+        (("train.teacher=t", "train.teacher_coef=1"), ("teaches", "teaches")),
+        (
+            ("train.reward_coef=0", "train.kl_coef=1", "train.kl_estimator=k2"),
+            ("teaches", "teaches"),
+        ),
+    ],
+    ids=["rewards", "teacher", "reference"],
+)
+async def test_where_steps_take_all_groups_rewards_judge_unless_another_model_teaches(
+    start: Start, teacher: tuple[str, ...], verdicts: tuple[str, str]
 ) -> None:
-    """Their mean is the score, not their sum."""
-    proxy = await start("train.dynamic_sampling=keep", admit=100)
+    """Rewards of calls leave the verdict open: their mean is the score, not their sum."""
+    proxy = await start("train.dynamic_sampling=keep", *teacher, admit=100)
     await judge(proxy, await group(proxy, "final", 1, 1), taught=True)
     ids = []
     for calls in (1, 2):
@@ -176,7 +188,5 @@ async def test_where_steps_take_all_groups_rewards_of_calls_leave_the_verdict_op
         ids.append(session["session_id"])
     assert len(await proxy.lease()) == 2
     await judge(proxy, ids, taught=True)
-    assert {name: one[0] for name, one in (await facts(proxy.client)).items()} == {
-        "final": "taught_nothing",
-        "calls": "unknown",
-    }
+    found = {name: one[0] for name, one in (await facts(proxy.client)).items()}
+    assert found == dict(zip(("final", "calls"), verdicts, strict=True))

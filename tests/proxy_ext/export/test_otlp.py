@@ -236,6 +236,26 @@ async def test_content_is_exported_only_where_it_is_asked_for(tmp_path: Path) ->
         assert export_trial(tmp_path, *arguments).code == 2
 
 
+async def test_messages_of_any_form_to_a_frozen_model_are_exported(tmp_path: Path) -> None:
+    odd: list[Any] = [
+        {"role": "assistant", "tool_calls": [{"function": None}, {"function": "f"}, {"id": 1}]},
+        {"role": "tool", "content": [{"type": "text", "text": 7}, {"type": "text", "text": ["x"]}]},
+        {"role": "tool", "content": 7},
+        # An item of the Responses API.
+        {"tool_calls": {"a": 1}, "content": {"a": 1}},
+        {"tool_calls": ["a"], "content": ["a"]},
+    ]
+    judge = call(frozen_id(), message_delta=odd, model="judge", request={"frozen": {}})
+    await recorded(tmp_path, judge)
+    done = export_trial(tmp_path, "--format", "otel", "--content")
+    assert done.code == 0, done.said
+    _, judged, *_ = spans_of(done.lines)
+    shown = json.loads(about(judged)["gen_ai.input.messages"])
+    called = {"type": "tool_call", "id": None, "name": None, "arguments": None}
+    assert shown[0]["parts"] == [called, called, {**called, "id": 1}]
+    assert [message["parts"][0]["response"] for message in shown[1:3]] == ["7['x']", "7"]
+
+
 async def test_a_session_without_texts_is_exported_without_content_alone(tmp_path: Path) -> None:
     bare = {"message_delta": [], "output_message": {"role": "assistant"}}
     await recorded(tmp_path, call("one", **bare))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -276,7 +277,7 @@ async def test_text_calls_and_end_are_compared_each_by_its_own_rule(
     counted = ("calls", "answered", "same", "text_equal", "calls_equal", "finish_reason_equal")
     assert [sums["all"][name] for name in counted] == [8, 8, 2, 6, 5, 7]
     assert (sums["all"]["output_tokens"], sums["all"]["recorded_output_tokens"]) == (23, 16)
-    assert sums["all"]["not_compared"] == {"the service returns none": 8}
+    assert sums["all"]["not_compared"] == {"the service returns none that can be read": 8}
 
 
 async def test_log_probabilities_are_compared_only_where_they_mean_the_same(
@@ -289,11 +290,23 @@ async def test_log_probabilities_are_compared_only_where_they_mean_the_same(
     plain, warm = (GenerationHyperparameters(max_new_tokens=7, temperature=t) for t in (1.0, 0.5))
     whole = list(zip(texts, (-0.5, -1.25, -1.5), strict=True))
     other = [*whole[:2], ("?!", -9.0)]
+    numbers = list(zip(texts, (0, -1, -3), strict=True))
     cases: list[tuple[str, dict[str, Any], Any, Any]] = [
         ("whole", {"gconfig": plain}, completion("a", logprobs=whole), (3, 0.75 / 3, 0.5)),
         ("beginning", {"gconfig": plain}, completion("a", logprobs=other), (2, 0.125, 0.25)),
         ("none", {"gconfig": plain}, completion("a"), "returns none"),
-        ("nan", {"gconfig": plain}, completion("a", logprobs=[("a", "x")]), "returns none"),  # type: ignore[list-item]
+        ("x", {"gconfig": plain}, completion("a", logprobs=[(texts[0], "x")]), "returns none"),  # type: ignore[list-item]
+        *(
+            (f"{odd}", {"gconfig": plain}, completion("a", logprobs=[(texts[0], odd)]), "can be")
+            for odd in (1000.0, 0.01, 10**400, -(10**400), -1e308, math.nan, math.inf, False)
+        ),
+        ("whole numbers", {"gconfig": plain}, completion("a", logprobs=numbers), (3, 0.5, 1.0)),
+        (
+            "surprised",
+            {"gconfig": plain, "output_logprobs": logprob_array([-9e3] * 3)},
+            completion("a", logprobs=[(text, 1e-4) for text in texts]),
+            (3, 9e3, 9e3),
+        ),
         ("first", {"gconfig": plain}, completion("a", logprobs=other[2:]), "first one on"),
         ("warm", {"gconfig": warm}, completion("a", logprobs=whole), "temperature 0.5"),
         ("prompt", {"gconfig": plain}, completion("a", prompt=9, logprobs=whole), "the prompt"),
@@ -329,13 +342,13 @@ async def test_log_probabilities_are_compared_only_where_they_mean_the_same(
             assert got["comparison"]["difference_mean"] == pytest.approx(mean)
             assert got["comparison"]["difference_max"] == pytest.approx(most)
     figures = sums["all"]
-    assert (figures["compared_calls"], figures["compared_tokens"]) == (2, 5)
-    assert figures["difference_mean"] == pytest.approx((0.75 + 0.25) / 5)
-    assert figures["difference_max"] == pytest.approx(0.5)
+    assert (figures["compared_calls"], figures["compared_tokens"]) == (4, 11)
+    assert figures["difference_mean"] == pytest.approx((0.75 + 0.25 + 1.5 + 27e3) / 11)
+    assert figures["difference_max"] == 9e3
     out = capsys.readouterr().out
     # At the recorded temperature, too: whether this service scales by it is not known.
     assert "by which the service may not scale its own" in out
-    assert "a token differs by 0.2 nats on average, by 0.5 at most" in out
+    assert "a token differs by 2.5e+03 nats on average, by 9e+03 at most" in out
 
 
 async def test_a_service_without_log_probabilities_is_asked_without_them(trial: RunDir) -> None:
@@ -399,21 +412,24 @@ async def test_a_service_that_answers_nothing_is_left_after_a_while(
     assert reached[1]["calls"] + unsent[1]["calls"] == 20 and reached[1]["calls"] < 24
 
 
-async def test_a_busy_service_gets_the_time_that_it_asks_for(trial: RunDir) -> None:
+@pytest.mark.parametrize(("asked", "least"), [("1", 0.99), ("0", 0.49)])
+async def test_a_busy_service_gets_the_time_that_it_asks_for_and_never_none(
+    trial: RunDir, asked: str, least: float
+) -> None:
     arrived: list[float] = []
 
     async def reply(_: dict[str, Any], __: web.Request) -> Any:
         arrived.append(asyncio.get_running_loop().time())
         if len(arrived) == 1:
             return web.json_response(
-                {"error": {"message": "slow down"}}, status=429, headers={"retry-after": "1"}
+                {"error": {"message": "slow down"}}, status=429, headers={"retry-after": asked}
             )
         return completion("ho")
 
     await record(trial, {})
     async with serving(reply) as url:
         assert await replay(trial, "s-0-a", "--url", url) == 0
-    assert len(arrived) == 2 and arrived[1] - arrived[0] >= 0.99
+    assert len(arrived) == 2 and arrived[1] - arrived[0] >= least
 
 
 async def test_no_more_calls_than_allowed_are_under_way(trial: RunDir) -> None:
@@ -500,6 +516,7 @@ async def test_options_that_do_not_belong_together_are_refused(
         (("--url", "nowhere"), "no URL"),
         (("--url", "http://u:secret@h/v1"), "OPENAI_API_KEY"),
         (("--url", "http://h/v1?key=secret"), "OPENAI_API_KEY"),
+        (("--url", "user:secret@h/v1"), "OPENAI_API_KEY"),
     ):
         assert await replay(trial, "s-0-a", *arguments) == 2
         said = capsys.readouterr()

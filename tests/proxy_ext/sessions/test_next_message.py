@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from any_agent.rewards.next_message import next_message
 from proxy_ext.sessions.delivery import DeliveryTracker
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Restart, Start
@@ -190,31 +192,60 @@ async def test_rewards_of_calls_that_are_none_reject_the_session(
     assert now["reason"].startswith("grader failed: "), now["reason"]
 
 
-async def test_a_rewarded_call_keeps_its_reward_where_its_delivery_was_not_marked(
-    start: Start, restart: Restart, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", ["grader", "grader alone", "agent"])
+async def test_a_grader_does_not_make_an_answer_count_as_delivered_and_its_agent_does(
+    start: Start, restart: Restart, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """The process died before the mark: as after set_reward, the call counts as used."""
-    settings = ("sessions.late_reward=grade", f"sessions.grader={GRADERS}.of_calls")
+    """The process died before the mark, which looks like an answer that never arrived."""
+    grader = f"sessions.grader={GRADERS}.of_calls"
+    settings = ("sessions.late_reward=grade", grader, "sessions.rewards=agent")
+    graded = {"last": {"a": 0.5}} | ({"first": {"a": 1}} if by == "grader" else {})
     with monkeypatch.context() as patch:
         patch.setattr(DeliveryTracker, "mark_delivered", lambda *_: None)
         proxy = await restart(*settings, admit=100)
-        talk, first = await Talk.begin(proxy, metadata={"rewards": {"last": {"a": 0.5}}})
-        last = await talk.say([user("Another conversation.")])
+        talk, first = await Talk.begin(proxy, metadata={"rewards": graded})
+        lost = [await talk.reply(first, user("a")), await talk.say([user("Another one.")])]
+        if by == "agent":
+            body = {"reward": 0.25, "completion_id": lost.pop()}
+            given = await proxy.post("/rl/v1/set_reward", body, talk.session["api_key"])
+            assert given.status_code == 200, given.text
         await finalize(proxy, talk.session, await_reward=True, deadline=0.01)
     proxy = await restart(*settings, admit=100)
     now = await over(proxy, talk.session)
-    assert (now["state"], now["rewards"]) == ("finalized", {last: 0.5})
-    for _ in range(2):
-        stored = await proxy.recorded(talk.session["session_id"])
-        found = [(i.id, i.reward, i.untrainable_reason) for i in stored]
-        assert found == [(first, None, "undelivered"), (last, 0.5, None)]
-        proxy = await restart(*settings)
+    stored = await proxy.recorded(talk.session["session_id"])
+    reasons = {i.id: i.untrainable_reason for i in stored}
+    assert reasons == dict.fromkeys(reasons) | dict.fromkeys(lost, "undelivered")
+    if by == "grader alone":
+        assert (now["state"], now["rewards_given"]) == ("rejected", 0)
+        assert "only answers that are not known to have reached" in now["reason"]
+        assert proxy.service.expiry.outcomes == {"rejected": 1}
+        assert await proxy.lease(wait=0) == []
+        return
+    rewards = {first: 1} if by == "grader" else {stored[-1].id: 0.25}
+    assert (now["state"], now["rewards"]) == ("finalized", rewards)
+    # As the next process reads it.
+    proxy = await restart(*settings)
     (trajectory,) = await proxy.lease()
-    assert [(i.reward, i.trainable) for i in trajectory.interactions] == [
-        (None, False),
-        (0.5, True),
-    ]
-    assert trajectory.named_rewards == {"a": 0.5}
+    found = {i.id: (i.reward, i.trainable) for i in trajectory.interactions}
+    assert found == {id: (rewards.get(id), id not in lost) for id in reasons}
+
+
+async def test_eight_judgements_of_a_session_run_side_by_side() -> None:
+    running = most = 0
+
+    async def judge(*_: Any) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _turn in range(20):
+            await asyncio.sleep(0)
+        running -= 1
+        return 1.0
+
+    calls = [{"id": f"c{k}", "next_messages": [[user("a")]]} for k in range(10)]
+    found = await next_message(judge)({"interactions": calls})
+    assert found == {call["id"]: {"next_message": 1.0} for call in calls}
+    assert most == 8
 
 
 async def test_rewards_of_more_calls_than_a_session_has_room_for_reject_it(
