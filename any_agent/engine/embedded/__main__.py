@@ -46,6 +46,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=FOLDER",
         help="a LoRA adapter that requests may name as lora_path; may be given several times",
     )
+    add(
+        "--live-adapters",
+        type=int,
+        default=0,
+        metavar="NUMBER",
+        help="LoRA adapters of training runs that share the model, each at /adapters/NAME, its "
+        "run's engine.urls; the model's own weights stay as they are then",
+    )
+    add("--max-adapter-rank", type=int, default=64, help="highest rank of these adapters")
     add("--threads", type=int, default=1, help="CPU threads of the model")
     add("--random-seed", type=int)
     add("--incremental-streaming-output", action="store_true", help="events hold only new tokens")
@@ -84,6 +93,8 @@ async def _serve(args: argparse.Namespace, key: str | None) -> None:
         threads=args.threads,
         seed=args.random_seed,
         adapters=_adapters(args.adapter),
+        live_adapters=args.live_adapters,
+        max_adapter_rank=args.max_adapter_rank,
     )
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
