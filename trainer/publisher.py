@@ -14,14 +14,23 @@ import torch
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
+from any_agent.engine import split_adapter
 from any_agent.errors import AnyAgentError, ConfigError, StaleOwner
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.checksums import sound
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
+from any_agent.runtime.atomic_files import make_folder
 from any_agent.runtime.disk_space import DiskSpace
+from trainer.lora import adapter_tensors
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
-from trainer.weight_folders import holds_weights, prune, publish_to_disk, weights_bytes
+from trainer.weight_folders import (
+    holds_weights,
+    prune,
+    publish_adapter,
+    publish_to_disk,
+    weights_bytes,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,7 +103,9 @@ class Publisher:
         self.versions = WeightVersions(run_dir.state, disk)
         self._disk = disk
         self._config = config
-        self._folder = run_dir.weights
+        self._adapter = any(split_adapter(url)[1] for url in config.engine.urls)
+        """The engines are live adapters of others, and get the adapter alone."""
+        self._folder = run_dir.adapters if self._adapter else run_dir.weights
         self.executor = executor
         self.sync: WeightSync | None = None
         self._dtype = {"float32": None, "bfloat16": torch.bfloat16}[config.model.dtype]
@@ -171,12 +182,17 @@ class Publisher:
         folder = weights_folder(self._folder, version)
 
         def publish() -> Path:
+            if self._adapter:
+                return publish_adapter(policy, self._folder, version)
             return publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
 
         def write() -> None:
             # Also before a later use, by engines that cannot check what they load.
             if not sound(folder):
-                needed = partial(weights_bytes, policy, self._dtype)
+                make_folder(self._folder)
+                needed = partial(_adapter_bytes, policy)
+                if not self._adapter:
+                    needed = partial(weights_bytes, policy, self._dtype)
                 self._disk.write(publish, self._folder, f"version {version}", needed)
 
         buckets = partial(policy.buckets, _BUCKET_BYTES, self._dtype)
@@ -189,6 +205,7 @@ class Publisher:
                 self.executor.call,
                 cuda=policy.device.type == "cuda",
                 engines=self.executor.call(self._engines(), timeout=TIMEOUT),
+                base=policy.base if self._adapter else None,
             )
         return self.sync
 
@@ -210,6 +227,10 @@ class Publisher:
         self.last = self._weights(policy, tokenizer, version)
         self._sync_of(policy)
         return True
+
+
+def _adapter_bytes(policy: Policy) -> int:
+    return sum(t.numel() * t.itemsize for t in adapter_tensors(policy.model).values())
 
 
 def _each(

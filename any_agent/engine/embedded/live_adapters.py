@@ -39,7 +39,7 @@ class LiveAdapter(EmbeddedEngine):
         vars(self).update(vars(home.engine))
         self.variant = Variant(UNLOADED, name)
         self._generations = {}
-        self._home, self._name = home, name
+        self._all, self._name = home, name
         self._removed = False
         self._updates = asyncio.Lock()
 
@@ -82,7 +82,7 @@ class LiveAdapter(EmbeddedEngine):
         """
         if version is None:
             raise InvalidRequest("an adapter's weights need a weight_version")
-        self._home.admit(self._name, self)
+        self._all.admit(self._name, self)
         try:
             async with self._updates:
                 matrices = await asyncio.to_thread(self._read, Path(path))
@@ -102,7 +102,7 @@ class LiveAdapter(EmbeddedEngine):
         """End its requests, and give back its place and its memory."""
         if not self._removed:
             self._removed = True
-            self._home.forget(self._name)
+            self._all.forget(self._name)
             release = partial(self._beside.drop, self._name)
             await asyncio.wrap_future(self.loop.remove(self.variant, release))
 

@@ -68,11 +68,10 @@ class WeightRoutes:
             "/end_weight_update": self._end,
         }
         for path, work in routes.items():
-            app.router.add_post(path, _handler(lambda _, body, work=work: work(body)))
+            app.router.add_post(path, _handler(work))
         for path, of_engine in _ANY_ENGINE.items():
             for prefix in ("", ADAPTER_PREFIX):
-                handler = _handler(lambda http, body, do=of_engine: do(self._engine_of(http), body))
-                app.router.add_post(prefix + path, handler)
+                app.router.add_post(prefix + path, _handler(of_engine, self._engine_of))
         app.on_cleanup.append(self._close)
 
     async def _close(self, app: web.Application | None = None) -> None:
@@ -217,16 +216,21 @@ _ANY_ENGINE: dict[str, Callable[[EmbeddedEngine, Body], Awaitable[Body]]] = {
 
 
 def _handler(
-    work: Callable[[web.Request, Body], Awaitable[Body | None]],
+    work: Callable[..., Awaitable[Body | None]],
+    engine_of: Callable[[web.Request], EmbeddedEngine] | None = None,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that replies like SGLang: ``success`` and ``message``, 400 for refusals."""
+    """Return a handler that replies like SGLang: ``success`` and ``message``, 400 for refusals.
+
+    ``work`` gets the body, after the engine of the path if it wants that.
+    """
 
     async def handle(http: web.Request) -> web.Response:
         status = 200
         reply: Body = {"success": True, "message": "Success"}
         try:
             body = json_object(await read_body(http, _MAX_BODY, BODY_TIMEOUT))
-            reply |= await work(http, body) or {}
+            engines = () if engine_of is None else (engine_of(http),)
+            reply |= await work(*engines, body) or {}
         except AnyAgentError as error:
             status = 503 if isinstance(error, EngineUnavailable) else 400
             reply = {"success": False, "message": error.message, "num_paused_requests": 0}
