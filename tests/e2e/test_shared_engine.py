@@ -1,0 +1,112 @@
+"""Two training runs share one engine, each with an adapter of its own that it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from any_agent.auth.access import run_dir_of
+from any_agent.config import Config
+from any_agent.launcher import Node, NodeOptions
+from any_agent.rundir.layout import published_versions, weights_folder
+from any_agent.runtime.ports import free_port
+from tests.support.e2e.live_run import drive, live_config, recompute, recorded, steps_of
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+TOLERANCE = 1e-4
+STEPS = 3
+SETTINGS: dict[str, dict[str, object]] = {
+    "alice": {"train.lora.rank": 4, "train.lora.alpha": 16, "train.seed": 1},
+    "bob": {"train.lora.rank": 8, "train.lora.target_modules": "[q_proj,v_proj]"},
+}
+
+
+@contextmanager
+def shared_engine(model: Path, log: Path) -> Iterator[str]:
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "any_agent.engine.embedded", "--model-path", str(model)]
+    command += ["--port", str(port), "--live-adapters", "2", "--incremental-streaming-output"]
+    with open(log, "ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+async def up(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return (await http.get(f"{url}/health")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def merged_versions(config: Config, folder: Path) -> Path:
+    """The whole models of a run's published adapters, as peft merges them."""
+    root = run_dir_of(config).adapters
+    for version in published_versions(root):
+        base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
+        adapter = weights_folder(root, version) / "adapter"
+        whole: Any = PeftModel.from_pretrained(base, adapter)
+        whole.merge_and_unload().save_pretrained(weights_folder(folder, version))
+    return folder
+
+
+def test_two_runs_train_their_adapters_on_one_engine_at_once(
+    tmp_path: Path, tiny_model_dir: Path, record_property: Any
+) -> None:
+    small = {"rollout.batch_size": 8, "rollout.max_concurrent": 16, "train.steps": STEPS}
+    small |= {"train.lr": 1e-2, "server.ranks": 1, "sampling.max_new_tokens": 60}
+    with shared_engine(tiny_model_dir, tmp_path / "engine.log") as url:
+        asyncio.run(until(lambda: up(url), "the engine", within=120))
+        configs = {
+            name: live_config(
+                tmp_path,
+                tiny_model_dir,
+                **(small | settings | {"trial": name, "engine.urls": f"[{url}/adapters/{name}]"}),
+            )
+            for name, settings in SETTINGS.items()
+        }
+        options = NodeOptions(say=lambda _: None)
+
+        async def both(*nodes: Node) -> list[int]:
+            return await asyncio.gather(*(drive(node, agents=8) for node in nodes))
+
+        with Node(configs["alice"], options) as alice, Node(configs["bob"], options) as bob:
+            assert min(asyncio.run(both(alice, bob))) >= STEPS * 8
+        told = httpx.get(f"{url}/server_info", trust_env=False).json()["live_adapters"]
+        assert told["versions"].keys() == SETTINGS.keys()
+
+    weights = {name: merged_versions(configs[name], tmp_path / name) for name in configs}
+    for name, config in configs.items():
+        run = run_dir_of(config)
+        assert [line["step"] for line in steps_of(run)] == [*range(1, STEPS + 1)]
+        assert not published_versions(run.weights), "all weights were written, too"
+        sessions = recorded(config)
+        checks = recompute(config, sessions, weights=weights[name])
+        versions = {int(v) for c in checks for v in c.interaction.output_versions}
+        worst = max(c.error for c in checks)
+        mismatch = max(abs(line.get("mismatch_fresh") or 0.0) for line in steps_of(run))
+        other = next(folder for each, folder in weights.items() if each != name)
+        wrong = max(c.error for c in recompute(config, sessions, weights=other))
+        record_property(
+            "figure",
+            f"{name}: {len(checks)} calls under versions {sorted(versions)}: worst error "
+            f"{worst:.1e}, {wrong:.1e} under the other run's adapter, mismatch {mismatch:.1e}",
+        )
+        assert len(versions) >= STEPS and 0 not in versions
+        assert worst < TOLERANCE and 0 < mismatch < TOLERANCE
+        assert wrong > 100 * TOLERANCE, "adapters that agree prove nothing"
