@@ -99,7 +99,8 @@ def test_two_runs_train_their_adapters_on_one_engine_at_once(
         checks = recompute(config, sessions, weights=weights[name])
         versions = {int(v) for c in checks for v in c.interaction.output_versions}
         worst = max(c.error for c in checks)
-        mismatch = max(abs(line.get("mismatch_fresh") or 0.0) for line in steps_of(run))
+        lines = [line for line in steps_of(run) if "mismatch_fresh" in line]
+        mismatch = max(abs(line["mismatch_fresh"]) for line in lines)
         other = next(folder for each, folder in weights.items() if each != name)
         wrong = max(c.error for c in recompute(config, sessions, weights=other))
         record_property(
@@ -108,5 +109,5 @@ def test_two_runs_train_their_adapters_on_one_engine_at_once(
             f"{worst:.1e}, {wrong:.1e} under the other run's adapter, mismatch {mismatch:.1e}",
         )
         assert len(versions) >= STEPS and 0 not in versions
-        assert worst < TOLERANCE and 0 < mismatch < TOLERANCE
+        assert worst < TOLERANCE and mismatch < TOLERANCE
         assert wrong > 100 * TOLERANCE, "adapters that agree prove nothing"
