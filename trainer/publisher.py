@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
@@ -14,7 +14,7 @@ import torch
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.engine import split_adapter
+from any_agent.engine import HALF_LOADED, split_adapter
 from any_agent.errors import AnyAgentError, ConfigError, StaleOwner
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.checksums import sound
@@ -128,9 +128,10 @@ class Publisher:
         prune(self._folder, self._config.train.keep_weights)
 
     def bring_joining(self) -> None:
-        """Give the last version to ranks that join with an older one; training waits for none."""
+        """Give the last version to ranks that join with an older one, and to those whose engine
+        came back without weights; training waits for none."""
         last, sync = self.last, self.sync
-        if last is None or sync is None or not self.executor.ranks.joining:
+        if last is None or sync is None:
             return
         behind = self.executor.call(self._behind(last.version))
         if not behind:
@@ -140,12 +141,20 @@ class Publisher:
         except StaleOwner:
             raise
         except AnyAgentError as error:
-            log.warning("ranks that join have not taken version %d: %s", last.version, error)
+            log.warning("ranks %s have not taken version %d: %s", behind, last.version, error)
 
     async def _behind(self, version: int) -> list[int]:
         ranks = self.executor.ranks
-        entries = {rank: ranks.entry(rank) for rank in ranks.joining}
-        return [rank for rank, entry in entries.items() if entry and entry.version != version]
+        entries = {rank: ranks.entry(rank) for rank in ranks.sampling}
+        versions = {rank: entry.version for rank, entry in entries.items() if entry}
+        behind = [rank for rank in ranks.joining if versions.get(rank, version) != version]
+        for rank in versions.keys() - {*behind}:
+            # An entry is as old as its last heartbeat: the rank is asked itself.
+            with suppress(AnyAgentError):
+                if versions[rank] == HALF_LOADED:
+                    info = await ranks.clients[rank].run_info()
+                    behind += [rank] if info.version == HALF_LOADED else []
+        return behind
 
     def repair(self) -> None:
         """Give the last version again to ranks that sample with another one."""

@@ -1,12 +1,13 @@
-"""Two training runs share one engine, each with an adapter of its own that it trains."""
+"""Two training runs share one engine, each with an adapter of its own that it trains.
+
+The engine dies once, and its adapters with it: the runs bring them back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +26,41 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 TOLERANCE = 1e-4
-STEPS = 3
+STEPS = 8
 SETTINGS: dict[str, dict[str, object]] = {
     "alice": {"train.lora.rank": 4, "train.lora.alpha": 16, "train.seed": 1},
     "bob": {"train.lora.rank": 8, "train.lora.target_modules": "[q_proj,v_proj]"},
 }
 
 
-@contextmanager
-def shared_engine(model: Path, log: Path) -> Iterator[str]:
-    port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "any_agent.engine.embedded", "--model-path", str(model)]
-    command += ["--port", str(port), "--live-adapters", "2", "--incremental-streaming-output"]
-    with open(log, "ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+class SharedEngine:
+    """An engine process with room for two adapters."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "any_agent.engine.embedded", "--live-adapters", "2"]
+        self._command += ["--model-path", str(model), "--port", str(port)]
+        self._command += ["--incremental-streaming-output"]
+        self._log = log
+
+    def start(self) -> None:
+        with open(self._log, "ab") as out:
+            self._process = subprocess.Popen(self._command, stdout=out, stderr=out)
+
+    async def ready(self) -> None:
+        await until(self._is_up, "the engine", within=120)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(60)
+
+    async def _is_up(self) -> bool:
         try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-async def up(url: str) -> bool:
-    try:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            return (await http.get(f"{url}/health")).status_code == 200
-    except httpx.HTTPError:
-        return False
+            async with httpx.AsyncClient(trust_env=False) as http:
+                return (await http.get(f"{self.url}/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
 
 
 def merged_versions(config: Config, folder: Path) -> Path:
@@ -70,25 +79,31 @@ def test_two_runs_train_their_adapters_on_one_engine_at_once(
 ) -> None:
     small = {"rollout.batch_size": 8, "rollout.max_concurrent": 16, "train.steps": STEPS}
     small |= {"train.lr": 1e-2, "server.ranks": 1, "sampling.max_new_tokens": 60}
-    with shared_engine(tiny_model_dir, tmp_path / "engine.log") as url:
-        asyncio.run(until(lambda: up(url), "the engine", within=120))
-        configs = {
-            name: live_config(
-                tmp_path,
-                tiny_model_dir,
-                **(small | settings | {"trial": name, "engine.urls": f"[{url}/adapters/{name}]"}),
-            )
-            for name, settings in SETTINGS.items()
-        }
-        options = NodeOptions(say=lambda _: None)
+    engine = SharedEngine(tiny_model_dir, tmp_path / "engine.log")
+    configs = {}
+    for name, settings in SETTINGS.items():
+        own = {"trial": name, "engine.urls": f"[{engine.url}/adapters/{name}]"}
+        configs[name] = live_config(tmp_path, tiny_model_dir, **(small | settings | own))
+    options = NodeOptions(say=lambda _: None)
 
-        async def both(*nodes: Node) -> list[int]:
-            return await asyncio.gather(*(drive(node, agents=8) for node in nodes))
+    async def both(*nodes: Node) -> list[int]:
+        async with asyncio.TaskGroup() as group:
+            drives = [group.create_task(drive(node, agents=8)) for node in nodes]
+            await until(lambda: all(steps_of(node.dir) for node in nodes), "steps", within=240)
+            assert all(len(steps_of(node.dir)) < STEPS for node in nodes)
+            await asyncio.to_thread(engine.kill)
+            engine.start()
+        return [drive.result() for drive in drives]
 
+    engine.start()
+    asyncio.run(engine.ready())
+    try:
         with Node(configs["alice"], options) as alice, Node(configs["bob"], options) as bob:
             assert min(asyncio.run(both(alice, bob))) >= STEPS * 8
-        told = httpx.get(f"{url}/server_info", trust_env=False).json()["live_adapters"]
+        told = httpx.get(f"{engine.url}/server_info", trust_env=False).json()["live_adapters"]
         assert told["versions"].keys() == SETTINGS.keys()
+    finally:
+        engine.kill()
 
     weights = {name: merged_versions(configs[name], tmp_path / name) for name in configs}
     for name, config in configs.items():
