@@ -284,7 +284,7 @@ class Scheduler:
             variant = self._next()
             if variant is None:
                 break
-            head = variant.waiting[0]
+            head: EngineRequest = variant.waiting[0]
             tokens += len(head.input_ids)
             if taken and tokens > _MAX_PREFILL_TOKENS:
                 break  # running requests get a token before more join

@@ -1,4 +1,4 @@
-"""What has a version, a gate and calls of its own: the model, or it with one live adapter."""
+"""Variants of one model: each has a version, a gate and requests of its own."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-if TYPE_CHECKING:
-    from any_agent.engine.embedded.request import EngineRequest
+from typing import Any, Literal, TypeAlias
 
 PauseMode: TypeAlias = Literal["abort", "in_place"]
 
 
 @dataclass(eq=False, slots=True)
 class Variant:
-    """One variant of the model. The loop's thread alone changes it."""
+    """The model, or the model with one live adapter. The loop's thread alone changes it."""
 
     version: str
     """The name of its weights, which its next token is sampled with."""
@@ -25,7 +22,8 @@ class Variant:
     paused: PauseMode | None = None
     update: tuple[Callable[[], int], Future[int]] | None = None
     """New weights that wait for its running requests, and the future of their number."""
-    waiting: deque[EngineRequest] = field(default_factory=deque)
+    waiting: deque[Any] = field(default_factory=deque)
+    """Its requests that have not joined the batch, in their order."""
 
     @property
     def admits(self) -> bool:
