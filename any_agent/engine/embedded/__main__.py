@@ -96,6 +96,8 @@ async def _serve(args: argparse.Namespace, key: str | None) -> None:
         live_adapters=args.live_adapters,
         max_adapter_rank=args.max_adapter_rank,
     )
+    if options.live_adapters < 0 or options.max_adapter_rank < 1:
+        raise ConfigError("--live-adapters must be 0 or more, and --max-adapter-rank 1 or more")
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
