@@ -17,6 +17,7 @@ from trainer.sync.engine_client import EngineClient, control_session
 
 log = logging.getLogger(__name__)
 
+_RESUME_TIMEOUT = 10.0  # seconds for a rank's resume after a failed update
 _NOT_FLUSHED = "cache was not flushed"
 """Part of SGLang's message when it has the new weights, but is still at the last step of calls
 that a pause has ended: it keeps the old version's name then."""
@@ -71,9 +72,11 @@ class DiskSync(WeightSync):
                 await self._load(EngineClient(rank, url, http, timeout=self.load_timeout), new)
             await self.publish(ranks, rank, new)
         except BaseException:
-            # An engine without whole weights does not resume, which is not the error.
-            with suppress(AnyAgentError):
-                await ranks.clients[rank].resume()
+            # An engine without whole weights does not resume, which is not the error; once it has
+            # them, its proxy resumes by itself.
+            with suppress(AnyAgentError, TimeoutError):
+                async with asyncio.timeout(_RESUME_TIMEOUT):
+                    await ranks.clients[rank].resume()
             raise
         await ranks.clients[rank].resume()
 
