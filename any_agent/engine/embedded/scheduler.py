@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.adapters import Adapters
+from any_agent.engine.embedded.inbox import Inbox, fail, fulfil
 from any_agent.engine.embedded.kv_cache import KVCache
 from any_agent.engine.embedded.prompts import KnownPrompts
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason, similar_lengths
@@ -27,7 +27,6 @@ from any_agent.engine.embedded.variant import PauseMode, Variant
 from any_agent.errors import Conflict, EngineUnavailable
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _MAX_PREFILL_TOKENS = 8192  # prompt tokens that may join in one step; a longer one joins alone
 
 
@@ -73,11 +72,9 @@ class Scheduler:
         self._prompts = KnownPrompts(cache)
         self._sampler: BatchSampler | None = None
         self._events: list[Event] = []
-        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]]
-        self._inbox = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._inbox = Inbox()
+        self.call = self._inbox.call
         self._stopping = False  # True: the thread must end
-        self._closed = False  # True: posting is refused
         self._thread = threading.Thread(target=self._run, name="generation-loop", daemon=True)
 
     # -- methods for other threads ---------------------------------------------------------------
@@ -91,7 +88,7 @@ class Scheduler:
             self._stopping = True
 
         with contextlib.suppress(EngineUnavailable):
-            self._post(stop, lambda _: None)
+            self._inbox.post(stop, lambda _: None)
         self.join()
 
     def join(self) -> None:
@@ -100,7 +97,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closed
+        return self._thread.is_alive() and not self._inbox.closed
 
     @property
     def load(self) -> tuple[int, int]:
@@ -114,7 +111,7 @@ class Scheduler:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; raise EngineUnavailable if the loop has ended."""
 
-        def fail(error: Exception) -> None:
+        def refuse(error: Exception) -> None:
             request.finish = FinishReason.failure(EngineUnavailable(str(error)))
             self._report_end(request)
 
@@ -122,16 +119,9 @@ class Scheduler:
             if request.variant in self._variants:
                 request.variant.waiting.append(request)
             else:
-                fail(EngineUnavailable(f"the adapter {request.variant.adapter} was removed"))
+                refuse(EngineUnavailable(f"the adapter {request.variant.adapter} was removed"))
 
-        self._post(queue, fail)
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function between two steps; the future has its result."""
-        future: Future[T] = Future()
-
-        self._post(lambda: _fulfil(future, function), lambda error: _fail(future, error))
-        return future
+        self._inbox.post(queue, refuse)
 
     def abort(self, variant: Variant, rid: str | None, message: str) -> Future[None]:
         """End one request of a variant, or all of them (None), with their output so far."""
@@ -193,13 +183,13 @@ class Scheduler:
 
         def enqueue() -> None:
             if variant.update is not None and not variant.update[1].cancelled():
-                _fail(future, Conflict("another weight update is waiting; send one at a time"))
+                fail(future, Conflict("another weight update is waiting; send one at a time"))
                 return
             variant.update = (swap, future)
             if variant not in self._variants:
                 self._variants.append(variant)
 
-        self._post(enqueue, lambda error: _fail(future, error))
+        self._inbox.post(enqueue, lambda error: fail(future, error))
         return future
 
     def remove(self, variant: Variant, release: Callable[[], None]) -> Future[None]:
@@ -211,18 +201,12 @@ class Scheduler:
             if variant in self._variants:
                 self._variants.remove(variant)
             if variant.update is not None:
-                _fail(variant.update[1], Conflict("the adapter was removed meanwhile"))
+                fail(variant.update[1], Conflict("the adapter was removed meanwhile"))
                 variant.update = None
             release()
             self._sampler = None
 
         return self.call(remove)
-
-    def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
-        with self._lock:
-            if self._closed:
-                raise EngineUnavailable("the generation loop has ended")
-            self._inbox.put((run, fail))
 
     # -- methods of the loop's thread ------------------------------------------------------------
     def _run(self) -> None:
@@ -248,9 +232,8 @@ class Scheduler:
         steps = self.base.paused != "in_place" and (self._running or joins)
         idle = not steps and not any(each.update for each in self._variants)
         while True:
-            try:
-                run, _ = self._inbox.get(block=idle)
-            except queue.Empty:
+            run = self._inbox.take(wait=idle)
+            if run is None:
                 return
             run()
             if self._events:
@@ -262,7 +245,7 @@ class Scheduler:
             if variant.update is None or (variant.paused is None and self._count(variant)):
                 continue
             (swap, future), variant.update = variant.update, None
-            _fulfil(future, swap)
+            fulfil(future, swap)
 
     def _step(self) -> None:
         """Prefill the requests that can join, then sample one token for every running request."""
@@ -439,15 +422,12 @@ class Scheduler:
 
     def _end(self) -> None:
         """Fail all that is posted, queued or running, so that no caller waits for ever."""
-        with self._lock:
-            self._closed = True
         reason = f"the generation loop died: {self.error!r}" if self.error else "the engine stopped"
         error = EngineUnavailable(reason)
-        while not self._inbox.empty():
-            self._inbox.get_nowait()[1](error)
+        self._inbox.close(error)
         for variant in self._variants:
             if variant.update is not None:
-                _fail(variant.update[1], error)
+                fail(variant.update[1], error)
         waiting = [request for variant in self._variants for request in variant.waiting]
         for request in (*self._running, *self._joining, *waiting):
             if request.finish is None:
@@ -457,17 +437,3 @@ class Scheduler:
         for variant in self._variants:
             variant.waiting.clear()
         self._flush()
-
-
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    """Set the future to the function's result, unless its owner has cancelled it."""
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except Exception as exc:
-            future.set_exception(exc)
-
-
-def _fail(future: Future[Any], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from any_agent.engine import SGLangEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+from any_agent.engine.embedded.live_adapters import LiveAdapters
 from any_agent.types import ModelRequest
 from tests.support.engine.adapters import by_peft, with_settings, write_adapter
 from tests.support.engine.embedded import LIMIT, Serve, fresh_logprobs, prompt, request
@@ -223,6 +224,30 @@ async def test_a_prompt_of_an_earlier_version_is_not_reused(
     assert [await ask("b", 1), await ask("a", 2), await ask("a", 2)] == [30, 0, 30]
     assert (await control("POST", "/adapters/a/flush_cache"))[0] == 200
     assert [await ask("b", 1), await ask("a", 2)] == [30, 0]
+
+
+async def test_a_long_queue_of_one_adapter_delays_another_by_a_turn(
+    tiny_model_dir: Path, folders: dict[str, Path]
+) -> None:
+    options = EngineOptions(live_adapters=2, max_running_requests=1)
+    async with EmbeddedEngine.load(str(tiny_model_dir), options) as engine:
+        live = LiveAdapters(engine)
+        for name in ("a", "b"):
+            await live.find(name).update_weights(str(folders[f"{name}1"]), "1")
+        ended: list[str] = []
+
+        async def ask(name: str, number: int) -> None:
+            # The same id for both: what one run calls its requests is nothing to another.
+            call = request(f"r{number}", prompt(5, number), max_new_tokens=30)
+            await sample(live.find(name), call)
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(ask("a", number))
+            await asyncio.sleep(0)
+            group.create_task(ask("b", 0))
+        assert len(ended) == 7 and "b" in ended[:3], ended
 
 
 async def test_a_wrong_adapter_harms_no_other_and_leaves_the_one_before(

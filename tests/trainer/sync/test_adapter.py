@@ -57,9 +57,11 @@ class Run:
         self._thread.stop()
 
 
-@pytest.fixture
-async def engine(tiny_model_dir: Path) -> AsyncIterator[EmbeddedEngine]:
-    options = EngineOptions(live_adapters=1)
+@pytest.fixture(params=["float32", "bfloat16"])
+async def engine(
+    tiny_model_dir: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[EmbeddedEngine]:
+    options = EngineOptions(live_adapters=1, dtype=request.param)
     async with EmbeddedEngine.load(str(tiny_model_dir), options) as engine:
         yield engine
 
@@ -104,7 +106,7 @@ async def test_a_run_publishes_its_adapter_and_only_once_the_engine_has_it(
     def wrongly(key: str, matrices: Any) -> None:
         first = next(iter(matrices))
         a, b = matrices[first]
-        put(key, matrices | {first: (a + 1e-6, b)})
+        put(key, matrices | {first: (1.01 * a, b)})
 
     monkeypatch.setattr(beside, "put", wrongly)
     monkeypatch.setattr(base, "UNREACHABLE_TIMEOUT", -20.0)
