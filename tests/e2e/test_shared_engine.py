@@ -51,6 +51,11 @@ class SharedEngine:
     async def ready(self) -> None:
         await until(self._is_up, "the engine", within=120)
 
+    def versions(self) -> dict[str, str]:
+        """The adapters that it has."""
+        told = httpx.get(f"{self.url}/server_info", trust_env=False).json()
+        return dict(told["live_adapters"]["versions"])
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(60)
@@ -87,6 +92,8 @@ def test_two_runs_train_their_adapters_on_one_engine_at_once(
     options = NodeOptions(say=lambda _: None)
 
     async def both(*nodes: Node) -> list[int]:
+        # No run must have ended before the other has begun.
+        await until(lambda: engine.versions() == dict.fromkeys(SETTINGS, "1"), within=240)
         async with asyncio.TaskGroup() as group:
             drives = [group.create_task(drive(node, agents=8)) for node in nodes]
             await until(lambda: all(steps_of(node.dir) for node in nodes), "steps", within=240)
@@ -100,8 +107,7 @@ def test_two_runs_train_their_adapters_on_one_engine_at_once(
     try:
         with Node(configs["alice"], options) as alice, Node(configs["bob"], options) as bob:
             assert min(asyncio.run(both(alice, bob))) >= STEPS * 8
-        told = httpx.get(f"{engine.url}/server_info", trust_env=False).json()["live_adapters"]
-        assert told["versions"].keys() == SETTINGS.keys()
+        assert engine.versions().keys() == SETTINGS.keys()
     finally:
         engine.kill()
 
