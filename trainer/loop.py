@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
+LOOK_INTERVAL = 5.0
+"""Seconds of waiting for a batch between two looks for ranks that need weights."""
 FIRST_ANNOUNCE = 10.0  # the same before the first step: who starts needs to know what comes next
 
 
@@ -299,16 +301,18 @@ class TrainingLoop:
 
     def _wait(self) -> list[Group]:
         """Wait for the next batch; empty if there will be no more."""
-        patience = ANNOUNCE_INTERVAL if self.policy.steps else FIRST_ANNOUNCE
+        patience = left = ANNOUNCE_INTERVAL if self.policy.steps else FIRST_ANNOUNCE
         while True:
             self.publisher.bring_joining()
             try:
-                groups = self.source.next_batch(timeout=patience)
+                groups = self.source.next_batch(timeout=min(left, LOOK_INTERVAL))
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self.report.waiting(error, early=patience < ANNOUNCE_INTERVAL)
-                patience = ANNOUNCE_INTERVAL
+                left -= LOOK_INTERVAL
+                if left <= 0:
+                    self.report.waiting(error, early=patience < ANNOUNCE_INTERVAL)
+                    patience = left = ANNOUNCE_INTERVAL
 
     # -- resume --------------------------------------------------------------------------------
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from any_agent.engine.embedded.weight_loading import weight_files
+from any_agent.engine.weight_serialization import checksum
 from any_agent.errors import ConfigError
 from any_agent.launcher.trial import require_peft
 from any_agent.rundir.checksums import file_checksums
@@ -53,18 +55,21 @@ class BaseWeights:
     @classmethod
     def of(cls, source: str | Path) -> BaseWeights:
         """Read the weights of a local folder, or of a hub name's cached copy."""
-        folder = Path(source)
-        path = str(source)
-        if folder.is_dir():
-            path = str(folder.absolute())
-        else:
-            from huggingface_hub import snapshot_download
-
-            patterns = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
-        files = weight_files(folder)
+        path = str(Path(source).absolute() if Path(source).is_dir() else source)
+        files = _files_of(path)
         names = [file.name for file in files]
         return cls(path, dict(zip(names, file_checksums(files), strict=True)))
+
+    def checksums(self, dtype: torch.dtype) -> dict[str, str]:
+        """Return the checksum of each tensor in an engine's type, by its name in the files."""
+        sums = {}
+        for file in _files_of(self.path):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = opened.get_tensor(name)
+                    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                    sums[name] = checksum(cast)
+        return sums
 
     def is_at(self, path: str) -> bool:
         """Return True if a path, or a hub name, is where these weights were read."""
@@ -80,6 +85,17 @@ class BaseWeights:
                 f"{what} other weights ({saved['path']}) than those of {self.path}: "
                 f"{', '.join(wrong)} differ; restore them, or choose another --trial"
             )
+
+
+def _files_of(path: str) -> list[Path]:
+    """Return the files of weights in a local folder, or in a hub name's cached copy."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.safetensors", "*.json"]
+        folder = Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
+    return weight_files(folder)
 
 
 def add_adapter(model: Any, lora: Lora) -> None:

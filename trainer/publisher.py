@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
@@ -14,14 +14,23 @@ import torch
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
+from any_agent.engine import HALF_LOADED, split_adapter
 from any_agent.errors import AnyAgentError, ConfigError, StaleOwner
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.checksums import sound
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
+from any_agent.runtime.atomic_files import make_folder
 from any_agent.runtime.disk_space import DiskSpace
+from trainer.lora import adapter_tensors
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
-from trainer.weight_folders import holds_weights, prune, publish_to_disk, weights_bytes
+from trainer.weight_folders import (
+    holds_weights,
+    prune,
+    publish_adapter,
+    publish_to_disk,
+    weights_bytes,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,7 +103,9 @@ class Publisher:
         self.versions = WeightVersions(run_dir.state, disk)
         self._disk = disk
         self._config = config
-        self._folder = run_dir.weights
+        self._adapter = any(split_adapter(url)[1] for url in config.engine.urls)
+        """The engines are live adapters of others, and get the adapter alone."""
+        self._folder = run_dir.adapters if self._adapter else run_dir.weights
         self.executor = executor
         self.sync: WeightSync | None = None
         self._dtype = {"float32": None, "bfloat16": torch.bfloat16}[config.model.dtype]
@@ -117,9 +128,10 @@ class Publisher:
         prune(self._folder, self._config.train.keep_weights)
 
     def bring_joining(self) -> None:
-        """Give the last version to ranks that join with an older one; training waits for none."""
+        """Give the last version to ranks that join with an older one, and to those whose engine
+        came back without weights; training waits for none."""
         last, sync = self.last, self.sync
-        if last is None or sync is None or not self.executor.ranks.joining:
+        if last is None or sync is None:
             return
         behind = self.executor.call(self._behind(last.version))
         if not behind:
@@ -129,12 +141,20 @@ class Publisher:
         except StaleOwner:
             raise
         except AnyAgentError as error:
-            log.warning("ranks that join have not taken version %d: %s", last.version, error)
+            log.warning("ranks %s have not taken version %d: %s", behind, last.version, error)
 
     async def _behind(self, version: int) -> list[int]:
         ranks = self.executor.ranks
-        entries = {rank: ranks.entry(rank) for rank in ranks.joining}
-        return [rank for rank, entry in entries.items() if entry and entry.version != version]
+        entries = {rank: ranks.entry(rank) for rank in ranks.sampling}
+        versions = {rank: entry.version for rank, entry in entries.items() if entry}
+        behind = [rank for rank in ranks.joining if versions.get(rank, version) != version]
+        for rank in versions.keys() - {*behind}:
+            # An entry is as old as its last heartbeat: the rank is asked itself.
+            with suppress(AnyAgentError):
+                if versions[rank] == HALF_LOADED:
+                    info = await ranks.clients[rank].run_info()
+                    behind += [rank] if info.version == HALF_LOADED else []
+        return behind
 
     def repair(self) -> None:
         """Give the last version again to ranks that sample with another one."""
@@ -171,12 +191,17 @@ class Publisher:
         folder = weights_folder(self._folder, version)
 
         def publish() -> Path:
+            if self._adapter:
+                return publish_adapter(policy, self._folder, version)
             return publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
 
         def write() -> None:
             # Also before a later use, by engines that cannot check what they load.
             if not sound(folder):
-                needed = partial(weights_bytes, policy, self._dtype)
+                make_folder(self._folder)
+                needed = partial(_adapter_bytes, policy)
+                if not self._adapter:
+                    needed = partial(weights_bytes, policy, self._dtype)
                 self._disk.write(publish, self._folder, f"version {version}", needed)
 
         buckets = partial(policy.buckets, _BUCKET_BYTES, self._dtype)
@@ -189,6 +214,7 @@ class Publisher:
                 self.executor.call,
                 cuda=policy.device.type == "cuda",
                 engines=self.executor.call(self._engines(), timeout=TIMEOUT),
+                base=policy.base if self._adapter else None,
             )
         return self.sync
 
@@ -210,6 +236,10 @@ class Publisher:
         self.last = self._weights(policy, tokenizer, version)
         self._sync_of(policy)
         return True
+
+
+def _adapter_bytes(policy: Policy) -> int:
+    return sum(t.numel() * t.itemsize for t in adapter_tensors(policy.model).values())
 
 
 def _each(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from any_agent.errors import Conflict, StartupError
 from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.layout import published_versions, weights_folder
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder
+from trainer.adapter_files import FOLDER, save_adapter
 from trainer.policy import Policy
 from trainer.weight_buckets import published_dtype, stored_tensors
 
@@ -42,14 +44,27 @@ def publish_to_disk(
     Floating-point weights are written in ``dtype``, default as trained (float32). Raises Conflict
     unless ``version`` is above every one in ``root``: engines key their caches by it.
     """
+    with _new_version(root, version) as folder:
+        save_pretrained(policy, tokenizer, folder, dtype=dtype)
+    return weights_folder(root, version)
+
+
+def publish_adapter(policy: Policy, root: Path, version: int) -> Path:
+    """Write ``root/v{version:08d}`` with the adapter alone, in the folder `adapter`, as
+    :func:`publish_to_disk`."""
+    with _new_version(root, version) as folder:
+        save_adapter(policy, folder / FOLDER)
+    return weights_folder(root, version)
+
+
+@contextmanager
+def _new_version(root: Path, version: int) -> Iterator[Path]:
     newest = max(published_versions(root), default=-1)
     if version <= newest:
         raise Conflict(f"version {version} is not above {newest}: versions are never reused")
-    target = weights_folder(root, version)
-    with atomic_folder(target) as folder:
-        save_pretrained(policy, tokenizer, folder, dtype=dtype)
+    with atomic_folder(weights_folder(root, version)) as folder:
+        yield folder
         write_manifest(folder)
-    return target
 
 
 def weights_bytes(policy: Policy, dtype: torch.dtype | None = None) -> int:

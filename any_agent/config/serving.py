@@ -268,7 +268,8 @@ class EngineConfig(Section):
     own."""
     urls: Texts = ()
     """URLs of running engines (SGLang's native HTTP contract), one per rank, on private addresses.
-    Empty: the service starts engines."""
+    Empty: the service starts engines. A URL that ends in `/adapters/NAME` is an adapter of an
+    embedded engine that several runs share, for `train.lora`."""
     key: SecretStr | None = None
     """The key that the engines of `engine.urls` require, sent as `Authorization: Bearer`; SGLang
     gets it by its option `--api-key`. Engines that the service starts have a key of the run."""

@@ -19,6 +19,7 @@ from any_agent.config import Config, load_resolved
 from any_agent.doctor.forward_pass import Forward
 from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass, find_weights
 from any_agent.doctor.verdict import Verdict
+from any_agent.engine import split_adapter
 from any_agent.engine.sglang.probe import probe_engine, reported_version
 from any_agent.errors import AnyAgentError
 
@@ -45,7 +46,8 @@ def main() -> int:
 async def verify_weights(config: Config, urls: Sequence[str]) -> list[Verdict]:
     """Compare each engine with a forward pass of its version's weights.
 
-    These are the run's or, for version 0, the model's.
+    These are the run's or, for version 0, the model's. Of a shared engine its model is compared,
+    on which the run's adapter lies.
     """
     loaded: dict[Path, Forward] = {}
     verdicts = []
@@ -58,11 +60,13 @@ async def verify_weights(config: Config, urls: Sequence[str]) -> list[Verdict]:
 
 
 async def _verify(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
-    async with probe_engine(url, key=config.engine.secret_key) as engine:
+    base, adapter = split_adapter(url)
+    run = run_dir_of(config) if adapter is None else None
+    async with probe_engine(base, key=config.engine.secret_key) as engine:
         version = reported_version(await engine.info())
         if version is None:
             return LAW.failed(CASE, "the engine does not report its version", OTHER_WEIGHTS)
-        found = find_weights(config.model.path, run_dir_of(config), version, None)
+        found = find_weights(config.model.path, run, version, None)
         if isinstance(found, str):
             return LAW.unchecked(CASE, found)
         if found not in loaded:

@@ -10,5 +10,6 @@ from any_agent.engine.base import agenerate as agenerate
 from any_agent.engine.kinds import load_engine_in_process as load_engine_in_process
 from any_agent.engine.kinds import open_engine as open_engine
 from any_agent.engine.kinds import register_engine as register_engine
+from any_agent.engine.kinds import split_adapter as split_adapter
 from any_agent.engine.pool import EnginePool as EnginePool
 from any_agent.engine.sglang.client import SGLangEngine as SGLangEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -29,6 +30,13 @@ def register_engine(kind: str, opener: EngineOpener) -> EngineOpener:
     registers; `engine.kind` may also be an opener's dotted name, ``package.module.opener``.
     """
     return KINDS.register(kind, opener)
+
+
+def split_adapter(url: str) -> tuple[str, str | None]:
+    """Return the URL of an engine itself, and the name of its live adapter that ``url`` is of; None
+    for the engine's own URL."""
+    match = re.fullmatch(r"(.+)/adapters/([^/]+)/?", url)
+    return (match[1], match[2]) if match else (url, None)
 
 
 def open_engine(

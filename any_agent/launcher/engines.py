@@ -17,7 +17,6 @@ from typing import Literal
 
 from any_agent.auth.engine_key import read_key_file
 from any_agent.config import Config, secret_variables
-from any_agent.engine.embedded.adapter_files import check_adapter
 from any_agent.errors import ConfigError
 from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.runtime.private_address import require_private_url
@@ -112,12 +111,50 @@ def require_engines(config: Config, *, trains: bool = False) -> None:
             "engine.adapters belong to the model as it is, and training changes it: start with "
             "--no-train, or leave them out"
         )
-    for name, folder in config.engine.adapters.items():
-        check_adapter(name, folder)
+    if config.engine.adapters:
+        # Imported where it is used: the package of engines imports aiohttp and numpy.
+        from any_agent.engine.embedded.adapter_files import check_adapter
+
+        for name, folder in config.engine.adapters.items():
+            check_adapter(name, folder)
     for url in config.engine.urls:
         require_private_url(url)
+    if config.engine.urls:
+        _require_adapter_urls(config, trains=trains)
     if not config.engine.urls and _is_sglang(config):
         _require_sglang(config)
+
+
+def _require_adapter_urls(config: Config, *, trains: bool) -> None:
+    """Raise ConfigError for settings that do not fit engines that are live adapters of others."""
+    from any_agent.engine import split_adapter
+    from any_agent.engine.embedded.adapter_files import require_name
+
+    names = [split_adapter(url)[1] for url in config.engine.urls]
+    named = [name for name in names if name is not None]
+    for name in named:
+        require_name(name)
+    if not named:
+        return
+    if len(named) < len(names):
+        raise ConfigError(
+            "engine.urls names whole engines and adapters (/adapters/NAME): give one kind of them"
+        )
+    if config.engine.update_mode == "in_place":
+        raise ConfigError(
+            "engine.update_mode=in_place is not possible for an adapter of a shared engine "
+            "(engine.urls with /adapters/NAME): use resume"
+        )
+    if config.engine.weight_sync not in ("auto", "disk"):
+        raise ConfigError(
+            f"engine.weight_sync={config.engine.weight_sync} is not possible for an adapter of a "
+            "shared engine (engine.urls with /adapters/NAME): use auto or disk"
+        )
+    if trains and config.train.lora is None:
+        raise ConfigError(
+            "engine.urls names an adapter of a shared engine (/adapters/NAME), and the run trains "
+            "all weights: set train.lora.rank, or give the URL of an engine of its own"
+        )
 
 
 def _is_sglang(config: Config) -> bool:

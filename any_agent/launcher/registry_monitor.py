@@ -142,5 +142,5 @@ class RegistryMonitor:
 
     def _set_aside(self) -> set[Path]:
         run = RunDir(self.folder.parent)
-        roots = (run.checkpoints, run.weights)
+        roots = (run.checkpoints, run.weights, run.adapters)
         return {root / name for root in roots for name in damaged_folders(root)}

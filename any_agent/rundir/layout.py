@@ -22,6 +22,7 @@
     archive/          sessions that ended long ago, compressed; `any-agent export` reads them
     manifests/        what each training step consumed, written before the step
     weights/          published versions, v00000001 ...
+    adapters/         the same of a run that trains an adapter of a shared engine
     checkpoints/      step-00000010 ..., and `latest`
     logs/             one file per process
     shared            a token by which a job's nodes recognise the folder
@@ -128,6 +129,7 @@ class RunDir:
     """The folder of its journals, if that is not in its own folder."""
 
     weights = _Below("weights")
+    adapters = _Below("adapters")
     checkpoints = _Below("checkpoints")
     manifests = _Below("manifests")
     logs = _Below("logs")

@@ -35,6 +35,9 @@ async def test_engines_with_the_runs_weights_pass_and_with_others_fail(
 ) -> None:
     (right,) = await verify_weights(settings(tmp_path, tiny_model_dir, engine), [engine])
     assert right.outcome is CheckOutcome.PASSED, right
+    mine = f"{engine}/adapters/mine"  # its base is compared
+    (base,) = await verify_weights(settings(tmp_path, tiny_model_dir, mine), [mine])
+    assert base.outcome is CheckOutcome.PASSED, base
     (wrong, away) = await verify_weights(settings(tmp_path, other_model, engine), [engine, NOBODY])
     assert wrong.failed
     assert "other weights" in wrong.seen

@@ -250,3 +250,18 @@ def test_the_visible_gpus_are_told_by_number(
     for told, seen in (("", ()), ("-1", ()), ("3, GPU-a1", ("3", "GPU-a1"))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
         assert engines.visible_gpus(tmp_path) == seen
+
+
+def test_settings_that_an_adapter_of_a_shared_engine_cannot_have_are_refused() -> None:
+    one, two = "http://127.0.0.1:1/adapters/mine", "http://127.0.0.1:2"
+    lora = "train.lora.rank=4"
+    engines.require_engines(settings(f"engine.urls={one}", "server.ranks=1", lora), trains=True)
+    for words, given in {
+        "train.lora.rank": ["server.ranks=1"],
+        "update_mode=in_place": ["server.ranks=1", lora, "engine.update_mode=in_place"],
+        "weight_sync=tensor": ["server.ranks=1", lora, "engine.weight_sync=tensor"],
+        "one kind": ["server.ranks=2", lora, f"engine.urls={one},{two}"],
+        "'a b'": ["server.ranks=1", lora, f"engine.urls={two}/adapters/a b"],
+    }.items():
+        with fails_with(ConfigError, words):
+            engines.require_engines(settings(f"engine.urls={one}", *given), trains=True)

@@ -11,6 +11,7 @@ import pytest
 
 import trainer.publisher
 from any_agent.config import Config
+from any_agent.engine import HALF_LOADED
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StaleOwner
 from any_agent.rundir.fleet import Fleet
 from any_agent.rundir.layout import RunDir, read_json
@@ -70,6 +71,24 @@ def test_a_rank_that_joins_with_an_older_version_gets_the_last(lab: Lab) -> None
     lab.ranks.change(Fleet.of(1).with_state(4, "serving"))
     lab.publisher.bring_joining()
     assert lab.sync.given == [(7, [4])], "one that serves gets it with the others"
+
+
+def test_a_rank_whose_engine_lost_its_weights_gets_them_again(lab: Lab) -> None:
+    class Rank:
+        def __init__(self, version: int) -> None:
+            self.version = version
+
+        async def run_info(self) -> Any:
+            return SimpleNamespace(version=self.version)
+
+    lab.ranks.clients[0], rank = Rank(7), Rank(HALF_LOADED)
+    lab.ranks.change(Fleet.of(1).with_state(4, "serving"), rank_4=rank)
+    lab.ranks.version = HALF_LOADED  # in the registry, whose entries may be old
+    lab.publisher.bring_joining()
+    assert lab.sync.given == [(7, [4])]
+    rank.version = 7
+    lab.publisher.bring_joining()
+    assert lab.sync.given == [(7, [4])]
 
 
 def test_a_joining_rank_that_does_not_take_weights_ends_no_training(lab: Lab) -> None:

@@ -1,7 +1,7 @@
 """New weights for every rank's engine, without a lost call: pause, load, publish, resume.
 
-They go by a folder (:mod:`.disk`), or in buckets (:mod:`.bucketed`), over a process group or as
-tensors in HTTP bodies (:mod:`.transports`).
+They go by a folder (:mod:`.disk`; an adapter without its base: :mod:`.adapter`), or in buckets
+(:mod:`.bucketed`), over a process group or as tensors in HTTP bodies (:mod:`.transports`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from any_agent.auth.engine_key import key_of_engines
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import SHARED_GPUS
+from trainer.lora import BaseWeights
+from trainer.sync.adapter import AdapterSync
 from trainer.sync.base import EngineCall, NewWeights, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
@@ -29,14 +31,22 @@ only processes that see a GPU read its memory."""
 
 
 def make_sync(
-    config: Config, call: EngineCall, *, cuda: bool, engines: Sequence[str]
+    config: Config,
+    call: EngineCall,
+    *,
+    cuda: bool,
+    engines: Sequence[str],
+    base: BaseWeights | None = None,
 ) -> WeightSync:
     """Make the weight sync of a run.
 
     ``cuda``: the policy is on a GPU. ``engines``: the engines' URLs as far as they are known.
+    ``base``: the weights below the adapter that engines get instead of all weights.
     """
     timeout = config.engine.load_timeout
     common: dict[str, Any] = {"load_timeout": timeout, "key": key_of_engines(config)}
+    if base is not None:
+        return AdapterSync(call, base=base, **common)
     common |= {"in_place": config.engine.update_mode == "in_place"}
     way = way_of(config, cuda=cuda, engines=engines)
     if way == "disk":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
@@ -16,6 +17,7 @@ from trainer.sync.engine_client import EngineClient, control_session
 
 log = logging.getLogger(__name__)
 
+_RESUME_TIMEOUT = 10.0  # seconds for a rank's resume after a failed update
 _NOT_FLUSHED = "cache was not flushed"
 """Part of SGLang's message when it has the new weights, but is still at the last step of calls
 that a pause has ended: it keeps the old version's name then."""
@@ -65,29 +67,35 @@ class DiskSync(WeightSync):
     async def _update(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
         await self.pause(ranks, rank)
         try:
-            await self._load(rank, engine_url(ranks, rank), new)
+            async with control_session(self.key) as http:
+                url = engine_url(ranks, rank)
+                await self._load(EngineClient(rank, url, http, timeout=self.load_timeout), new)
             await self.publish(ranks, rank, new)
-        finally:
-            await ranks.clients[rank].resume()
+        except BaseException:
+            # An engine without whole weights does not resume, which is not the error; once it has
+            # them, its proxy resumes by itself.
+            with suppress(AnyAgentError, TimeoutError):
+                async with asyncio.timeout(_RESUME_TIMEOUT):
+                    await ranks.clients[rank].resume()
+            raise
+        await ranks.clients[rank].resume()
 
-    async def _load(self, rank: int, url: str, new: NewWeights) -> None:
+    async def _load(self, engine: EngineClient, new: NewWeights) -> None:
         path = "/update_weights_from_disk"
         body: dict[str, Any] = {"model_path": str(new.folder), "weight_version": str(new.version)}
         # SGLang does not flush while calls are kept, whose cache is in use.
         body["flush_cache"] = not self.in_place
-        async with control_session(self.key) as http:
-            engine = EngineClient(rank, url, http, timeout=self.load_timeout)
-            try:
-                await engine.post(path, body)
-                return
-            except TrainingError as error:
-                if _NOT_FLUSHED not in error.message:
-                    raise TrainingError(
-                        f"the engine refused version {new.version}: {error.message}"
-                    ) from error
-            await engine.rename(new.loading)
-            await engine.flush()
-            try:
-                await engine.post(path, body)
-            except TrainingError as error:
-                raise EngineUnavailable(error.message) from error
+        try:
+            await engine.post(path, body)
+            return
+        except TrainingError as error:
+            if _NOT_FLUSHED not in error.message:
+                raise TrainingError(
+                    f"the engine refused version {new.version}: {error.message}"
+                ) from error
+        await engine.rename(new.loading)
+        await engine.flush()
+        try:
+            await engine.post(path, body)
+        except TrainingError as error:
+            raise EngineUnavailable(error.message) from error

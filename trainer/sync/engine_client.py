@@ -60,9 +60,14 @@ class EngineClient:
 
     def __init__(self, rank: int, url: str, http: aiohttp.ClientSession, *, timeout: float) -> None:
         self.rank, self.url = rank, url
+        self._http = http
         self._control = SGLangControl(http, url)
         self._timeout = timeout
         self.info = EngineInfo(False, False, "auto", 1)
+
+    def at(self, url: str) -> EngineClient:
+        """Return the client of the same process at another URL."""
+        return EngineClient(self.rank, url, self._http, timeout=self._timeout)
 
     @property
     def identity(self) -> tuple[str, str]:

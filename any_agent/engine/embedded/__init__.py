@@ -22,6 +22,8 @@ Design points:
 - LoRA adapters lie beside the model, and rows of different ones share a batch: a linear layer
   computes its product once, and ``adapters`` adds each adapter's part to its rows. A prompt's
   states are one adapter's. Without adapters nothing of this is there.
+- Live adapters come and change while the engine serves (``live_adapters``): each is a variant of
+  the model, with its own version, gate, queue and updates, and a whole engine to its run.
 - A seeded request draws its tokens by its seed and their positions alone, so that neither its
   neighbours nor an interruption change them; with one request at a time, two processes agree bit
   for bit.

@@ -46,6 +46,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=FOLDER",
         help="a LoRA adapter that requests may name as lora_path; may be given several times",
     )
+    add(
+        "--live-adapters",
+        type=int,
+        default=0,
+        metavar="NUMBER",
+        help="LoRA adapters of training runs that share the model, each at /adapters/NAME, its "
+        "run's engine.urls; the model's own weights stay as they are then",
+    )
+    add("--max-adapter-rank", type=int, default=64, help="highest rank of these adapters")
     add("--threads", type=int, default=1, help="CPU threads of the model")
     add("--random-seed", type=int)
     add("--incremental-streaming-output", action="store_true", help="events hold only new tokens")
@@ -84,7 +93,11 @@ async def _serve(args: argparse.Namespace, key: str | None) -> None:
         threads=args.threads,
         seed=args.random_seed,
         adapters=_adapters(args.adapter),
+        live_adapters=args.live_adapters,
+        max_adapter_rank=args.max_adapter_rank,
     )
+    if options.live_adapters < 0 or options.max_adapter_rank < 1:
+        raise ConfigError("--live-adapters must be 0 or more, and --max-adapter-rank 1 or more")
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)

@@ -62,7 +62,7 @@ def check_adapter(name: str, folder: str | Path) -> AdapterConfig:
 
     Of the weights only the head of the file is read.
     """
-    what, path = _found(name, folder)
+    what, path = _found(name, folder, None)
     settings = _bytes(what, path / CONFIG)
     try:
         tensors = tensor_ends(path / WEIGHTS)
@@ -71,12 +71,13 @@ def check_adapter(name: str, folder: str | Path) -> AdapterConfig:
     return _checked(what, path, settings, tensors)
 
 
-def read_adapter(name: str, folder: str | Path) -> AdapterFiles:
+def read_adapter(name: str, folder: str | Path, what: str | None = None) -> AdapterFiles:
     """Read an adapter's files; ConfigError as :func:`check_adapter`.
 
-    Each is read once, so that what is checked is what is served, whoever writes meanwhile.
+    Each is read once, so that what is checked is what is served, whoever writes meanwhile. Errors
+    call the adapter ``what``; None: the setting `engine.adapters.NAME`.
     """
-    what, path = _found(name, folder)
+    what, path = _found(name, folder, what)
     settings, weights = _bytes(what, path / CONFIG), _bytes(what, path / WEIGHTS)
     try:
         tensors = tensor_ends_in(io.BytesIO(weights), len(weights))
@@ -90,14 +91,19 @@ def read_adapter(name: str, folder: str | Path) -> AdapterFiles:
     return AdapterFiles(config, weights, digest.hexdigest())
 
 
-def _found(name: str, folder: str | Path) -> tuple[str, Path]:
-    """Return the setting that names an adapter, and its folder, which has both files."""
+def require_name(name: str) -> None:
+    """Raise ConfigError for a name that no adapter can have."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(
             f"{name[:80]!a} cannot be an adapter's name: it must be a letter or a digit, and up to "
             "63 more letters, digits, dots, underscores or hyphens"
         )
-    what, path = f"engine.adapters.{name}", Path(folder)
+
+
+def _found(name: str, folder: str | Path, what: str | None) -> tuple[str, Path]:
+    """Return what errors call an adapter, and its folder, which has both files."""
+    require_name(name)
+    what, path = what or f"engine.adapters.{name}", Path(folder)
     if not path.is_dir():
         raise ConfigError(f"{what}: there is no folder {path}; give the folder of {CONFIG}")
     if missing := [file for file in (CONFIG, WEIGHTS) if not (path / file).is_file()]:

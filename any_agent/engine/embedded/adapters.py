@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,15 @@ from any_agent.engine.embedded.adapter_files import AdapterFiles, layer_of, read
 from any_agent.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from any_agent.engine.embedded.model_loader import LoadedModel
 
 _ELSEWHERE = "leave out the adapters of this layer, or serve each merged, by its own service"
 _Pair = tuple[Tensor, Tensor]
 """The matrices of one adapter at one layer, transposed and scaled: [in, rank] and [rank, out]."""
+Matrices: TypeAlias = dict[str, _Pair]
+"""The matrices of one adapter by the names of its layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +92,13 @@ class _Layer:
         for index, (a, b) in enumerate(pairs):
             self._a[index, :, : a.shape[1]] = a
             self._b[index, : b.shape[0]] = b
+        self._ranks = [a.shape[1] for a, _ in pairs]
         self._chosen: tuple[_Tiles, Tensor, Tensor] | None = None
+
+    def pair(self, index: int) -> _Pair:
+        """Return views of the matrices of one adapter."""
+        rank = self._ranks[index]
+        return self._a[index, :, :rank], self._b[index, :rank]
 
     def forget(self) -> None:
         """Free the copies that the last batch needed."""
@@ -126,42 +136,93 @@ class _Group:
 
 
 class Adapters:
-    """The adapters of one engine, whose thread alone calls :meth:`select` once the engine runs."""
+    """The adapters of one engine. Once the engine runs, its thread alone calls :meth:`select`,
+    :meth:`put`, :meth:`drop` and :meth:`matrices`."""
 
-    def __init__(self, loaded: LoadedModel, folders: Mapping[str, str]) -> None:
+    def __init__(
+        self, loaded: LoadedModel, folders: Mapping[str, str], *, live: bool = False
+    ) -> None:
         """Read the adapters in ``folders``, by their names, and put them beside the model.
 
-        ConfigError for an adapter that does not fit the model.
+        ``live``: others will come. ConfigError for an adapter that does not fit the model.
         """
         self._device = loaded.device
         self._rows = 0
         self._groups: list[_Group] = []
+        self._hooks: list[RemovableHandle] = []
+        self._every: dict[str, Matrices] = {}
+        """All adapters, by the keys that :meth:`select` gets: views of the layers' stacks."""
         self.identities: dict[str, str] = {}
-        """Name and fingerprint, ``NAME@FINGERPRINT``, by the name."""
-        linear = {n: m for n, m in loaded.model.named_modules() if isinstance(m, nn.Linear)}
-        every: dict[str, dict[str, _Pair]] = {}
-        for name, folder in folders.items():
-            files = read_adapter(name, folder)
-            identity = self.identities[name] = f"{name}@{files.fingerprint}"
-            for layer, pair in _pairs(name, files, linear).items():
-                every.setdefault(layer, {})[identity] = pair
-        groups: dict[tuple[str, ...], _Group] = {}
-        for layer, pairs in every.items():
-            group = groups.setdefault(tuple(pairs), _Group(tuple(pairs)))
-            group.layers.append(_Layer(tuple(pairs.values())))
-            hook = partial(self._add, group, group.layers[-1])
-            linear[layer].register_forward_hook(hook)
-        self._groups = list(groups.values())
-        _require_rows(loaded, {layer: linear[layer] for layer in every})
+        """Name and fingerprint of each fixed adapter, ``NAME@FINGERPRINT``, by the name."""
+        modules = loaded.model.named_modules()
+        self._linear = {name: m for name, m in modules if isinstance(m, nn.Linear)}
+        self._odd: dict[str, str] = {}
+        """The layers that cannot be adapted, each with the reason."""
+        read = {name: read_adapter(name, folder) for name, folder in folders.items()}
+        fitting = {name: self._fit(f"engine.adapters.{name}", each) for name, each in read.items()}
+        layers = [*self._linear] if live else [k for each in fitting.values() for k in each]
+        self._odd = _without_rows(loaded, {layer: self._linear[layer] for layer in layers})
+        for name, matrices in fitting.items():
+            self._require_rows("engine.adapters", matrices)
+            self.identities[name] = f"{name}@{read[name].fingerprint}"
+            self._every[self.identities[name]] = matrices
+        self._arrange(self._every)
+
+    def fit(self, what: str, files: AdapterFiles) -> Matrices:
+        """Return an adapter's matrices for this model; ConfigError, which begins with ``what``, for
+        one that does not fit. Any thread may call it."""
+        matrices = self._fit(what, files)
+        self._require_rows(what, matrices)
+        return matrices
+
+    def put(self, key: str, matrices: Matrices) -> None:
+        """Add an adapter, or replace its matrices, between two steps."""
+        old = self._every.get(key, {})
+        if _shapes(old) == _shapes(matrices):
+            for layer, pair in matrices.items():
+                for mine, new in zip(old[layer], pair, strict=True):
+                    mine.copy_(new)
+        else:
+            self._arrange(self._every | {key: matrices})
+
+    def drop(self, key: str) -> None:
+        """Remove an adapter, if it is there, between two steps."""
+        if key in self._every:
+            self._arrange({k: each for k, each in self._every.items() if k != key})
+
+    def matrices(self, key: str) -> Matrices:
+        """Return the matrices with which an adapter's rows are computed; {} if it is not there."""
+        return dict(self._every.get(key, {}))
 
     def select(self, rows: Sequence[str | None]) -> None:
-        """Choose the adapter of each row of the next forward passes, by identity; None: none."""
+        """Choose the adapter of each row of the next forward passes, by its key; None: none."""
         self._rows = len(rows)
         for group in self._groups:
             indices = [None if row is None else group.index.get(row) for row in rows]
             group.tiles = _tiles(indices, len(group.index), self._device)
             for layer in group.layers:
                 layer.forget()
+
+    def _arrange(self, every: Mapping[str, Matrices]) -> None:
+        """Stack the matrices of these adapters, layer by layer, in place of those before."""
+        by_layer: dict[str, dict[str, _Pair]] = {}
+        for key, matrices in every.items():
+            for layer, pair in matrices.items():
+                by_layer.setdefault(layer, {})[key] = pair
+        groups: dict[tuple[str, ...], _Group] = {}
+        views: dict[str, Matrices] = {key: {} for key in every}
+        hooks = []
+        for layer, pairs in by_layer.items():
+            group = groups.setdefault(tuple(pairs), _Group(tuple(pairs)))
+            stacked = _Layer(tuple(pairs.values()))
+            group.layers.append(stacked)
+            hooks.append((layer, partial(self._add, group, stacked)))
+            for key, index in group.index.items():
+                views[key][layer] = stacked.pair(index)
+        for hook in self._hooks:
+            hook.remove()
+        self._groups, self._every = list(groups.values()), views
+        self._hooks = [self._linear[k].register_forward_hook(hook) for k, hook in hooks]
 
     def _add(
         self, group: _Group, layer: _Layer, module: nn.Module, args: tuple[Any, ...], output: Tensor
@@ -173,13 +234,65 @@ class Adapters:
                 raise RuntimeError(f"{len(x)} inputs of {x.ndim} dimensions for {self._rows} rows")
             layer.add(x, output, group.tiles)
 
+    def _fit(self, what: str, files: AdapterFiles) -> Matrices:
+        """Return an adapter's matrices in the model's type and on its device."""
+        named = _tensors(what, files)
+        if missing := sorted(named.keys() - self._linear.keys()):
+            kinds = sorted({layer.rpartition(".")[2] for layer in self._linear})
+            raise ConfigError(
+                f"{what}: the model lacks {len(missing)} of the adapter's linear layers, among "
+                f"them {missing[0][:200]!a}; it has {', '.join(kinds)}: give an adapter that was "
+                "trained on this model"
+            )
+        rank = files.config.rank
+        for layer, parts in named.items():
+            weight = self._linear[layer].weight
+            for part, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                found = tuple(parts[part].shape)
+                if found != shape:
+                    raise ConfigError(
+                        f"{what}: lora_{part} of {layer} has the shape {list(found)}, and this "
+                        f"model needs {list(shape)}: give an adapter that was trained on this model"
+                    )
+        out = {}
+        for layer, parts in named.items():
+            weight = self._linear[layer].weight
+            a, b = out[layer] = _pair(parts, files.config.scaling, weight.dtype, weight.device)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise ConfigError(f"{what}: {layer} has values that are not finite; train it again")
+        return out
 
-def _pairs(name: str, files: AdapterFiles, linear: Mapping[str, nn.Linear]) -> dict[str, _Pair]:
-    """Return an adapter's matrices by layer, in the model's type and on its device."""
+    def _require_rows(self, what: str, matrices: Matrices) -> None:
+        """Raise ConfigError for a layer that cannot be adapted."""
+        for layer in matrices:
+            if layer in self._odd:
+                raise ConfigError(f"{what}: {self._odd[layer]}; {_ELSEWHERE}")
+
+
+def adapter_matrices(what: str, files: AdapterFiles, dtype: torch.dtype) -> Matrices:
+    """Return an adapter's matrices as an engine of this type has them; ConfigError, which begins
+    with ``what``, for a file that cannot be read."""
+    cpu = torch.device("cpu")
+    return {
+        layer: _pair(parts, files.config.scaling, dtype, cpu)
+        for layer, parts in _tensors(what, files).items()
+    }
+
+
+def named_matrices(matrices: Matrices) -> list[tuple[str, Tensor]]:
+    """Return the matrices by the names under which an engine reports their checksums."""
+    return [
+        (f"{layer}.lora_{part}", matrix)
+        for layer, pair in matrices.items()
+        for part, matrix in zip("AB", pair, strict=True)
+    ]
+
+
+def _tensors(what: str, files: AdapterFiles) -> dict[str, dict[str, Tensor]]:
+    """Return the file's tensors by the layer and by A and B."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    what = f"engine.adapters.{name}"
     try:
         tensors = load(files.weights)
     except SafetensorError as error:
@@ -188,49 +301,37 @@ def _pairs(name: str, files: AdapterFiles, linear: Mapping[str, nn.Linear]) -> d
     for tensor, value in tensors.items():
         layer, part = layer_of(tensor)
         named.setdefault(layer, {})[part] = value
-    if missing := sorted(named.keys() - linear.keys()):
-        kinds = sorted({layer.rpartition(".")[2] for layer in linear})
-        raise ConfigError(
-            f"{what}: the model lacks {len(missing)} of the adapter's linear layers, among them "
-            f"{missing[0][:200]!a}; it has {', '.join(kinds)}: give an adapter that was trained on "
-            "this model"
-        )
-    out = {}
-    rank = files.config.rank
-    for layer, parts in named.items():
-        weight = linear[layer].weight
-        wanted = {"A": (rank, weight.shape[1]), "B": (weight.shape[0], rank)}
-        for part, shape in wanted.items():
-            found = tuple(parts[part].shape)
-            if found != shape:
-                raise ConfigError(
-                    f"{what}: lora_{part} of {layer} has the shape {list(found)}, and this model "
-                    f"needs {list(shape)}: give an adapter that was trained on this model"
-                )
-        a, b = (parts[part].to(torch.float32) for part in ("A", "B"))
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise ConfigError(f"{what}: {layer} has values that are not finite; train it again")
-        b = b * files.config.scaling
-        out[layer] = (a.T.to(weight), b.T.to(weight))
-    return out
+    return named
 
 
-def _require_rows(loaded: LoadedModel, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError unless a forward pass gives each adapted layer the batch's rows.
+def _pair(
+    parts: Mapping[str, Tensor], scaling: float, dtype: torch.dtype, device: torch.device
+) -> _Pair:
+    a, b = (parts[part].to(torch.float32) for part in ("A", "B"))
+    return a.T.to(dtype=dtype, device=device), (b * scaling).T.to(dtype=dtype, device=device)
+
+
+def _shapes(matrices: Matrices) -> dict[str, tuple[torch.Size, torch.Size]]:
+    return {layer: (a.shape, b.shape) for layer, (a, b) in matrices.items()}
+
+
+def _without_rows(loaded: LoadedModel, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the layers to which a forward pass does not give the batch's rows, with the reason.
 
     The experts of a mixture, for example, get tokens of several rows together.
     """
     seen: set[str] = set()
+    odd: dict[str, str] = {}
     rows, tokens = 2, 3
+    model = type(loaded.model).__name__
 
     def note(layer: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or args[0].ndim != 3 or len(args[0]) != rows:
-            raise ConfigError(
-                f"engine.adapters: {type(loaded.model).__name__} does not give its layer {layer} "
-                f"one input for each row, so rows of several adapters cannot be told apart there; "
-                f"{_ELSEWHERE}"
-            )
         seen.add(layer)
+        if not args or args[0].ndim != 3 or len(args[0]) != rows:
+            odd[layer] = (
+                f"{model} does not give its layer {layer} one input for each row, so rows of "
+                "several adapters cannot be told apart there"
+            )
 
     hooks = [m.register_forward_pre_hook(partial(note, layer)) for layer, m in layers.items()]
     try:
@@ -240,8 +341,8 @@ def _require_rows(loaded: LoadedModel, layers: Mapping[str, nn.Module]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if left := sorted(layers.keys() - seen):
-        raise ConfigError(
-            f"engine.adapters: {type(loaded.model).__name__} does not call its layer {left[0]} as "
-            f"a module, so nothing can be added there; {_ELSEWHERE}"
+    for layer in layers.keys() - seen:
+        odd[layer] = (
+            f"{model} does not call its layer {layer} as a module, so nothing can be added there"
         )
+    return odd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,11 @@ from any_agent.engine.embedded.grammar_check import GrammarChecker
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason
 from any_agent.engine.embedded.sampler import LogitsProcessor
-from any_agent.engine.embedded.scheduler import PauseMode, Scheduler
+from any_agent.engine.embedded.scheduler import Scheduler
 from any_agent.engine.embedded.stops import StopMatcher
+from any_agent.engine.embedded.variant import PauseMode, Variant
 from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
+from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
 
@@ -46,6 +48,11 @@ class EngineOptions:
     """Seconds that a weight update waits for running requests."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Folders of LoRA adapters beside the model, by their names in requests."""
+    live_adapters: int = 0
+    """The number of adapters that may be put beside the model while it serves, whose weights stay
+    as they are then (:mod:`any_agent.engine.embedded.live_adapters`)."""
+    max_adapter_rank: int = 64
+    """The highest rank of a live adapter."""
 
 
 class Generation:
@@ -61,6 +68,8 @@ class Generation:
     def push(self, count: int, finish: FinishReason | None) -> None:
         self._count, self._finish = count, finish
         self._changed.set()
+        if finish is not None:
+            self._engine.forget(self.request.rid)
 
     async def progress(self) -> tuple[int, FinishReason | None]:
         """Wait for progress; return the number of readable output tokens, and the end if it came.
@@ -105,8 +114,9 @@ class EmbeddedEngine:
         self._home: asyncio.AbstractEventLoop | None = None
         self._grammars = GrammarCompiler(loaded)
         self.checks = GrammarChecker()
-        given = self.options.adapters
-        self._adapters = Adapters(loaded, given) if given else None
+        o = self.options
+        wanted = bool(o.adapters or o.live_adapters)
+        self.beside = Adapters(loaded, o.adapters, live=o.live_adapters > 0) if wanted else None
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
         self.loop = Scheduler(
             loaded.model,
@@ -117,8 +127,9 @@ class EmbeddedEngine:
             version=self.options.weight_version,
             threads=self.options.threads,
             seed=self.options.seed,
-            adapters=self._adapters,
+            adapters=self.beside,
         )
+        self.variant: Variant = self.loop.base
 
     @classmethod
     def load(cls, path: str, options: EngineOptions | None = None) -> EmbeddedEngine:
@@ -148,12 +159,17 @@ class EmbeddedEngine:
     @property
     def version(self) -> int:
         """The version of the next token as a number; -1 for any other name."""
-        return int(self.loop.version) if self.loop.version.isdecimal() else -1
+        return int(self.variant.version) if self.variant.version.isdecimal() else -1
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """The adapters by name, each as ``NAME@FINGERPRINT``."""
-        return {} if self._adapters is None else self._adapters.identities
+        """The fixed adapters by name, each as ``NAME@FINGERPRINT``."""
+        return {} if self.beside is None else self.beside.identities
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The current numbers of running and waiting requests."""
+        return self.loop.load
 
     def _adapter_of(self, request: ModelRequest) -> str | None:
         if request.adapter is None:
@@ -208,6 +224,7 @@ class EmbeddedEngine:
         stop_ids = frozenset(config.stop_token_ids)
         inner = EngineRequest(
             rid=request.rid,
+            variant=self.variant,
             adapter=self._adapter_of(request),
             input_ids=ids,
             config=config,
@@ -270,31 +287,47 @@ class EmbeddedEngine:
 
     def abort(self, rid: str | None, message: str = "aborted") -> Future[None]:
         """End one request, or all (None), within one step; each returns its output so far."""
-        return self.loop.abort(rid, message)
+        return self.loop.abort(self.variant, rid, message)
+
+    def forget(self, rid: str) -> None:
+        """Free the id of a request that has ended."""
+        self._generations.pop(rid, None)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Pause, and return when no step runs; ``abort`` ends every request, ``in_place`` none.
 
-        New requests are queued until :meth:`resume`.
+        New requests are queued until :meth:`resume`. InvalidRequest for ``in_place`` beside live
+        adapters, whose requests share the steps.
         """
-        await asyncio.wrap_future(self.loop.pause(mode))
+        if mode == "in_place" and self.options.live_adapters:
+            raise InvalidRequest(
+                "an engine with live adapters cannot keep requests over a pause: set "
+                "engine.update_mode=resume",
+                param="mode",
+            )
+        await asyncio.wrap_future(self.loop.pause(self.variant, mode))
 
     async def resume(self, version: int | None = None) -> None:
         """Continue; ``version``, if given, names the weights that were loaded meanwhile."""
-        resumed = self.loop.resume(None if version is None else str(version))
+        resumed = self.loop.resume(self.variant, None if version is None else str(version))
         await asyncio.wrap_future(resumed)
 
     async def rename(self, version: str) -> None:
         """Rename the current weights, from the next token on."""
 
         def rename() -> None:
-            self.loop.version = version
+            self.variant.version = version
 
         await asyncio.wrap_future(self.loop.call(rename))
 
     async def clear_cache(self) -> bool:
         """Free the memory of key/value states; False while requests run."""
-        return await asyncio.wrap_future(self.loop.clear_cache())
+        return await asyncio.wrap_future(self.loop.clear_cache(self.variant))
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of every weight in use, tied ones under each of their names."""
+        state = self.loaded.model.state_dict()
+        return await asyncio.to_thread(checksums, list(state.items()))
 
     async def update_weights(
         self, path: str, version: str | None = None, *, abort_all: bool = False
@@ -314,11 +347,23 @@ class EmbeddedEngine:
     ) -> int:
         """Use weights of the model's own names, types and shapes, which the engine then owns.
 
-        Returns and raises as :meth:`update_weights`.
+        Returns and raises as :meth:`update_weights`; Conflict if live adapters lie on the model.
         """
+        if self.options.live_adapters:
+            raise Conflict(
+                "this engine's model is the base of live adapters, so its weights stay: publish an "
+                "adapter (train.lora) to its URL /adapters/NAME, or use another engine"
+            )
+        return await self._apply(
+            lambda: apply_weights(self.loaded.model, weights), version, abort_all=abort_all
+        )
+
+    async def _apply(
+        self, apply: Callable[[], None], version: str | None, *, abort_all: bool
+    ) -> int:
         if abort_all:
             await asyncio.wrap_future(self.abort(None, "aborted by a weight update"))
-        done = self.loop.update(lambda: apply_weights(self.loaded.model, weights), version)
+        done = self.loop.update(self.variant, apply, version)
         applied = asyncio.wrap_future(done)
         try:
             await asyncio.wait({applied}, timeout=self.options.update_timeout)
@@ -337,7 +382,5 @@ class EmbeddedEngine:
 
     def _dispatch(self, events: list[Event]) -> None:
         for request, count, finish in events:
-            if finish is not None:
-                self._generations.pop(request.rid, None)
             generation: Any = request.sink
             generation.push(count, finish)

@@ -31,7 +31,7 @@ class KnownPrompts:
 
     The requests of a group have one prompt: the first is computed, and the others get a copy of its
     states, also when its last request has ended, until newer prompts need the room. Requests of
-    another adapter share nothing with them. All are forgotten with the weights.
+    another adapter share nothing with them. They are forgotten with the weights.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -88,6 +88,8 @@ class KnownPrompts:
         while sum(len(ids) for _, ids in self._kept) > MAX_KEPT_TOKENS:
             del self._prompts[self._kept.popitem(last=False)[0]]
 
-    def clear(self) -> None:
-        self._prompts.clear()
-        self._kept.clear()
+    def clear(self, adapter: str | None = None) -> None:
+        """Forget the prompts of one adapter; None: all, since all lie on the model."""
+        for key in [key for key in self._prompts if adapter in (None, key[0])]:
+            del self._prompts[key]
+            self._kept.pop(key, None)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from any_agent.engine.embedded.sampler import LogitsProcessor
 from any_agent.engine.embedded.stops import StopMatcher
+from any_agent.engine.embedded.variant import Variant
 from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationHyperparameters, StopReason
 
@@ -33,6 +34,7 @@ class EngineRequest:
     """One request inside the loop. Its lists only grow, so other threads may read a prefix."""
 
     rid: str
+    variant: Variant
     input_ids: list[int]
     config: GenerationHyperparameters
     stop_ids: frozenset[int]
@@ -41,7 +43,7 @@ class EngineRequest:
     """True to report each step, False to report only the end."""
     processor: LogitsProcessor | None = None
     adapter: str | None = None
-    """The adapter that samples it, by name and fingerprint; None: the model alone."""
+    """The fixed adapter that samples it, by name and fingerprint; None: its variant alone."""
     top: int = 0
     """The number of likeliest tokens to store at each position."""
     sink: Any = None
@@ -58,9 +60,14 @@ class EngineRequest:
     """The number of prompt tokens whose states were copied, not computed."""
 
     @property
+    def adapter_key(self) -> str | None:
+        """The key of the adapter, fixed or live, that its row gets."""
+        return self.variant.adapter if self.adapter is None else self.adapter
+
+    @property
     def prompt(self) -> tuple[str | None, tuple[int, ...]]:
         """The adapter and the ids, which decide on the states of its prompt."""
-        return self.adapter, tuple(self.input_ids)
+        return self.adapter_key, tuple(self.input_ids)
 
     @property
     def has_grammar(self) -> bool:
@@ -99,10 +106,8 @@ class EngineRequest:
             for top in self.tops[start:end]
         ]
 
-    def accept(
-        self, token: int, logprob: float, version: str, top: Sequence[tuple[int, float]] = ()
-    ) -> None:
-        """Add one sampled token, and decide if it ends the output."""
+    def accept(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> None:
+        """Add one token that its variant sampled, and decide if it ends the output."""
         if not math.isfinite(logprob):
             self.finish = FinishReason.failure(
                 EngineUnavailable("the model's logits are not finite: check its weights")
@@ -121,6 +126,7 @@ class EngineRequest:
         if self.top:
             self.tops.append(top)
         self.output_ids.append(token)
+        version = self.variant.version
         if not self.changes or self.changes[-1][1] != version:
             self.changes.append((len(self.output_ids) - 1, version))
         if token in self.stop_ids:

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.adapters import Adapters
+from any_agent.engine.embedded.inbox import Inbox, fail, fulfil
 from any_agent.engine.embedded.kv_cache import KVCache
 from any_agent.engine.embedded.prompts import KnownPrompts
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason, similar_lengths
 from any_agent.engine.embedded.sampler import BatchSampler, SampleDraw
+from any_agent.engine.embedded.variant import PauseMode, Variant
 from any_agent.errors import Conflict, EngineUnavailable
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-PauseMode: TypeAlias = Literal["abort", "in_place"]
 _MAX_PREFILL_TOKENS = 8192  # prompt tokens that may join in one step; a longer one joins alone
 
 
@@ -63,22 +62,19 @@ class Scheduler:
             self._generator.seed()
         else:
             self._generator.manual_seed(seed)
-        self.version = version
-        self.paused: PauseMode | None = None
+        self.base = Variant(version)
+        """The model itself."""
         self.error: BaseException | None = None
         self.steps = 0
-        self._waiting: deque[EngineRequest] = deque()
+        self._variants = deque([self.base])  # the one whose turn it is to join comes first
         self._joining: list[EngineRequest] = []  # in a prefill: neither waiting nor running
         self._running: list[EngineRequest] = []
         self._prompts = KnownPrompts(cache)
         self._sampler: BatchSampler | None = None
         self._events: list[Event] = []
-        self._update: tuple[Callable[[], int], Future[int]] | None = None
-        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]]
-        self._inbox = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._inbox = Inbox()
+        self.call = self._inbox.call
         self._stopping = False  # True: the thread must end
-        self._closed = False  # True: posting is refused
         self._thread = threading.Thread(target=self._run, name="generation-loop", daemon=True)
 
     # -- methods for other threads ---------------------------------------------------------------
@@ -92,7 +88,7 @@ class Scheduler:
             self._stopping = True
 
         with contextlib.suppress(EngineUnavailable):
-            self._post(stop, lambda _: None)
+            self._inbox.post(stop, lambda _: None)
         self.join()
 
     def join(self) -> None:
@@ -101,66 +97,76 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closed
+        return self._thread.is_alive() and not self._inbox.closed
 
     @property
     def load(self) -> tuple[int, int]:
         """The current numbers of running and waiting requests."""
-        return len(self._running), len(self._waiting)
+        return len(self._running), sum(len(each.waiting) for each in tuple(self._variants))
+
+    def load_of(self, variant: Variant) -> tuple[int, int]:
+        """Return the same numbers of one variant."""
+        return self._count(variant), len(variant.waiting)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; raise EngineUnavailable if the loop has ended."""
 
-        def fail(error: Exception) -> None:
+        def refuse(error: Exception) -> None:
             request.finish = FinishReason.failure(EngineUnavailable(str(error)))
             self._report_end(request)
 
-        self._post(lambda: self._waiting.append(request), fail)
+        def queue() -> None:
+            if request.variant in self._variants:
+                request.variant.waiting.append(request)
+            else:
+                refuse(EngineUnavailable(f"the adapter {request.variant.adapter} was removed"))
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function between two steps; the future has its result."""
-        future: Future[T] = Future()
+        self._inbox.post(queue, refuse)
 
-        self._post(lambda: _fulfil(future, function), lambda error: _fail(future, error))
-        return future
+    def abort(self, variant: Variant, rid: str | None, message: str) -> Future[None]:
+        """End one request of a variant, or all of them (None), with their output so far."""
+        return self.call(lambda: self._abort(variant, rid, FinishReason("abort", message=message)))
 
-    def abort(self, rid: str | None, message: str) -> Future[None]:
-        """End one request, or all of them (None), with their output so far."""
-        return self.call(lambda: self._abort(rid, FinishReason("abort", message=message)))
+    def pause(self, variant: Variant, mode: PauseMode) -> Future[None]:
+        """Stop stepping a variant. ``abort`` ends its requests first.
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop stepping. ``abort`` ends every request first; ``in_place`` keeps them."""
+        ``in_place`` keeps them; for the model itself only, and it stops all others with it.
+        """
 
         def pause() -> None:
-            self.paused = mode
+            variant.paused = mode
             if mode == "abort":
-                self._abort(None, FinishReason("abort", message="generation was paused"))
+                self._abort(variant, None, FinishReason("abort", message="generation was paused"))
 
         return self.call(pause)
 
-    def resume(self, version: str | None = None) -> Future[None]:
+    def resume(self, variant: Variant, version: str | None = None) -> Future[None]:
         """Continue stepping; ``version``, if given, renames the weights from here on."""
 
         def resume() -> None:
-            self.paused = None
-            self.version = self.version if version is None else version
+            variant.paused = None
+            variant.version = variant.version if version is None else version
 
         return self.call(resume)
 
-    def clear_cache(self) -> Future[bool]:
-        """Free the key/value states; False if requests still need them."""
+    def clear_cache(self, variant: Variant) -> Future[bool]:
+        """Free the key/value states of known prompts; False if requests still need them."""
 
         def clear() -> bool:
-            if self._running:
+            if self._count(variant):
                 return False
-            self._prompts.clear()
-            self._cache.clear()
+            self._prompts.clear(variant.adapter)
+            if not self._running:
+                self._cache.clear()
             return True
 
         return self.call(clear)
 
-    def update(self, apply: Callable[[], None], version: str | None) -> Future[int]:
-        """Apply new weights: at once when paused, else when no request runs (none is admitted).
+    def update(
+        self, variant: Variant, apply: Callable[[], None], version: str | None
+    ) -> Future[int]:
+        """Apply new weights: at once when paused, else when no request of the variant runs (none is
+        admitted). A variant that is not there joins the others.
 
         The future has the number of requests that were kept paused; cancelling it while it waits
         abandons the update.
@@ -168,26 +174,39 @@ class Scheduler:
         future: Future[int] = Future()
 
         def swap() -> int:
-            self._prompts.clear()
+            self._prompts.clear(variant.adapter)
             apply()
+            self._sampler = None  # the rows' adapters are chosen anew
             if version is not None:
-                self.version = version
-            return len(self._running)
+                variant.version = version
+            return self._count(variant)
 
         def enqueue() -> None:
-            if self._update is not None and not self._update[1].cancelled():
-                _fail(future, Conflict("another weight update is waiting; send one at a time"))
-            else:
-                self._update = (swap, future)
+            if variant.update is not None and not variant.update[1].cancelled():
+                fail(future, Conflict("another weight update is waiting; send one at a time"))
+                return
+            variant.update = (swap, future)
+            if variant not in self._variants:
+                self._variants.append(variant)
 
-        self._post(enqueue, lambda error: _fail(future, error))
+        self._inbox.post(enqueue, lambda error: fail(future, error))
         return future
 
-    def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
-        with self._lock:
-            if self._closed:
-                raise EngineUnavailable("the generation loop has ended")
-            self._inbox.put((run, fail))
+    def remove(self, variant: Variant, release: Callable[[], None]) -> Future[None]:
+        """End a variant's requests, call ``release``, and refuse further ones."""
+
+        def remove() -> None:
+            self._abort(variant, None, FinishReason("abort", message="the adapter was removed"))
+            self._prompts.clear(variant.adapter)
+            if variant in self._variants:
+                self._variants.remove(variant)
+            if variant.update is not None:
+                fail(variant.update[1], Conflict("the adapter was removed meanwhile"))
+                variant.update = None
+            release()
+            self._sampler = None
+
+        return self.call(remove)
 
     # -- methods of the loop's thread ------------------------------------------------------------
     def _run(self) -> None:
@@ -198,7 +217,7 @@ class Scheduler:
                 while not self._stopping:
                     self._receive()
                     self._maybe_update()
-                    if self.paused is None and not self._stopping:
+                    if self.base.paused != "in_place" and not self._stopping:
                         self._step()
                     self._flush()
         except BaseException as exc:
@@ -209,12 +228,12 @@ class Scheduler:
 
     def _receive(self) -> None:
         """Run the posted functions; wait for one if there is nothing to step."""
-        work = self._update or (self.paused is None and (self._running or self._waiting))
-        idle = not work
+        joins = any(each.admits for each in self._variants)
+        steps = self.base.paused != "in_place" and (self._running or joins)
+        idle = not steps and not any(each.update for each in self._variants)
         while True:
-            try:
-                run, _ = self._inbox.get(block=idle)
-            except queue.Empty:
+            run = self._inbox.take(wait=idle)
+            if run is None:
                 return
             run()
             if self._events:
@@ -222,10 +241,11 @@ class Scheduler:
             idle = False
 
     def _maybe_update(self) -> None:
-        if self._update is None or (self._running and self.paused is None):
-            return
-        (swap, future), self._update = self._update, None
-        _fulfil(future, swap)
+        for variant in self._variants:
+            if variant.update is None or (variant.paused is None and self._count(variant)):
+                continue
+            (swap, future), variant.update = variant.update, None
+            fulfil(future, swap)
 
     def _step(self) -> None:
         """Prefill the requests that can join, then sample one token for every running request."""
@@ -238,16 +258,16 @@ class Scheduler:
             self._decode()
 
     def _admissible(self) -> list[EngineRequest]:
-        """Take the requests that fit from the head of the queue, in order, so that none starves."""
+        """Take the requests that fit, the variants by turns, and each one's in order, so that none
+        starves."""
         taken: list[EngineRequest] = []
-        if self._update is not None:
-            if not self._update[1].cancelled():
-                return taken
-            self._update = None
         reach = max((r.reach for r in self._running), default=0)
         tokens = 0
-        while self._waiting and len(self._running) + len(taken) < self._max_running:
-            head = self._waiting[0]
+        while len(self._running) + len(taken) < self._max_running:
+            variant = self._next()
+            if variant is None:
+                break
+            head: EngineRequest = variant.waiting[0]
             tokens += len(head.input_ids)
             if taken and tokens > _MAX_PREFILL_TOKENS:
                 break  # running requests get a token before more join
@@ -256,8 +276,21 @@ class Scheduler:
             limit = self._max_total_tokens
             if limit is not None and rows > 1 and rows * reach > limit:
                 break
-            taken.append(self._waiting.popleft())
+            taken.append(variant.waiting.popleft())
+            self._variants.rotate(-1)
         return taken
+
+    def _next(self) -> Variant | None:
+        """Return the variant whose turn it is, as the first one; None if no request may join."""
+        for _ in range(len(self._variants)):
+            if self._variants[0].admits:
+                return self._variants[0]
+            self._variants.rotate(-1)
+        return None
+
+    def _count(self, variant: Variant) -> int:
+        """Return the number of a variant's running requests."""
+        return sum(request.variant is variant for request in self._running)
 
     def _prefill(self, group: list[EngineRequest]) -> None:
         """Give each request a row with its prompt's states, and sample its first token."""
@@ -310,7 +343,7 @@ class Scheduler:
     def _select(self, rows: list[EngineRequest]) -> None:
         """Let the next forward passes add each row's adapter."""
         if self._adapters is not None:
-            self._adapters.select([r.adapter for r in rows])
+            self._adapters.select([r.adapter_key for r in rows])
 
     def _sampler_of(self, rows: list[EngineRequest]) -> BatchSampler:
         return BatchSampler(
@@ -344,9 +377,9 @@ class Scheduler:
         for row, request in enumerate(rows):
             token, logprob = draw.ids[row], draw.logprobs[row]
             if request.top:
-                request.accept(token, logprob, self.version, tops[row])
+                request.accept(token, logprob, tops[row])
             else:
-                request.accept(token, logprob, self.version)
+                request.accept(token, logprob)
             if request.finish is not None:
                 finished = True
             elif request.stream:
@@ -369,16 +402,16 @@ class Scheduler:
     def _report_end(self, request: EngineRequest) -> None:
         self._events.append((request, len(request.output_ids), request.finish))
 
-    def _abort(self, rid: str | None, finish: FinishReason) -> None:
-        waiting, self._waiting = self._waiting, deque()
+    def _abort(self, variant: Variant, rid: str | None, finish: FinishReason) -> None:
+        waiting, variant.waiting = variant.waiting, deque()
         for request in waiting:
             if rid is None or request.rid == rid:
                 request.finish = finish
                 self._report_end(request)
             else:
-                self._waiting.append(request)
+                variant.waiting.append(request)
         for request in self._running:
-            if rid is None or request.rid == rid:
+            if request.variant is variant and (rid is None or request.rid == rid):
                 request.finish = finish
         self._reap()
 
@@ -389,32 +422,18 @@ class Scheduler:
 
     def _end(self) -> None:
         """Fail all that is posted, queued or running, so that no caller waits for ever."""
-        with self._lock:
-            self._closed = True
         reason = f"the generation loop died: {self.error!r}" if self.error else "the engine stopped"
         error = EngineUnavailable(reason)
-        while not self._inbox.empty():
-            self._inbox.get_nowait()[1](error)
-        if self._update is not None:
-            _fail(self._update[1], error)
-        for request in (*self._running, *self._joining, *self._waiting):
+        self._inbox.close(error)
+        for variant in self._variants:
+            if variant.update is not None:
+                fail(variant.update[1], error)
+        waiting = [request for variant in self._variants for request in variant.waiting]
+        for request in (*self._running, *self._joining, *waiting):
             if request.finish is None:
                 request.finish = FinishReason.failure(EngineUnavailable(reason))
                 self._report_end(request)
         self._running.clear()
-        self._waiting.clear()
+        for variant in self._variants:
+            variant.waiting.clear()
         self._flush()
-
-
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    """Set the future to the function's result, unless its owner has cancelled it."""
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except Exception as exc:
-            future.set_exception(exc)
-
-
-def _fail(future: Future[Any], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

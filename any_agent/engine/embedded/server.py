@@ -14,7 +14,8 @@ from aiohttp import web
 from any_agent.auth.access import require_loopback_client
 from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
 from any_agent.engine.embedded.generate_schema import AnswerWriter, json_object, parse_generate
-from any_agent.engine.embedded.weight_updates import WeightRoutes
+from any_agent.engine.embedded.live_adapters import LiveAdapters
+from any_agent.engine.embedded.weight_updates import ADAPTER_PREFIX, WeightRoutes
 from any_agent.errors import (
     AnyAgentError,
     EngineUnavailable,
@@ -84,7 +85,8 @@ class EngineServer:
         self.engine = engine
         self.incremental = incremental
         self._key = SecretHash(key) if key is not None else None
-        self._weights = WeightRoutes(engine)
+        self._live = LiveAdapters(engine)
+        self._weights = WeightRoutes(engine, self._engine_of)
         self._health_checks = 0
         self._started = time.time()
         decoder = engine.loaded.decoder
@@ -92,21 +94,37 @@ class EngineServer:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[_errors, self._authorize])
-        app.router.add_post("/generate", self.generate)
-        app.router.add_post("/abort_request", self.abort_request)
-        app.router.add_post("/pause_generation", self.pause_generation)
-        app.router.add_post("/continue_generation", self.continue_generation)
+        for prefix in ("", ADAPTER_PREFIX):
+            self._add_routes(app.router, prefix)
+        app.router.add_delete(ADAPTER_PREFIX, self.remove_adapter)
         self._weights.add_to(app)
-        for method in ("GET", "POST"):
-            app.router.add_route(method, "/flush_cache", self.flush_cache)
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/health_generate", self.health_generate)
-        app.router.add_get("/get_weight_version", self.weight_version)
-        for path in ("/model_info", "/get_model_info"):
-            app.router.add_get(path, self.model_info)
-        for path in ("/server_info", "/get_server_info"):
-            app.router.add_get(path, self.server_info)
         return app
+
+    def _add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """Register what the engine, and each of its adapters, does beside changing weights."""
+        router.add_post(f"{prefix}/generate", self.generate)
+        router.add_post(f"{prefix}/abort_request", self.abort_request)
+        router.add_post(f"{prefix}/pause_generation", self.pause_generation)
+        router.add_post(f"{prefix}/continue_generation", self.continue_generation)
+        for method in ("GET", "POST"):
+            router.add_route(method, f"{prefix}/flush_cache", self.flush_cache)
+        router.add_get(f"{prefix}/health", self.health)
+        router.add_get(f"{prefix}/health_generate", self.health_generate)
+        router.add_get(f"{prefix}/get_weight_version", self.weight_version)
+        for path in ("/model_info", "/get_model_info"):
+            router.add_get(prefix + path, self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            router.add_get(prefix + path, self.server_info)
+
+    def _engine_of(self, http: web.Request) -> EmbeddedEngine:
+        """Return the engine, or the live adapter that the path names."""
+        name = http.match_info.get("adapter")
+        return self.engine if name is None else self._live.find(name)
+
+    async def remove_adapter(self, http: web.Request) -> web.Response:
+        name = http.match_info["adapter"]
+        await self._live.remove(name)
+        return _json({"message": f"The adapter {name} was removed.", "status": "ok"})
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -132,15 +150,16 @@ class EngineServer:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         started = time.perf_counter()
+        engine = self._engine_of(http)
         call = parse_generate(await _read(http))
-        processor = await self.engine.make_processor(call.request)
-        generation = self.engine.submit(call.request, stream=call.stream, processor=processor)
+        processor = await engine.make_processor(call.request)
+        generation = engine.submit(call.request, stream=call.stream, processor=processor)
         try:
             writer = AnswerWriter(
                 call,
                 generation.request,
                 self._decode[call.skip_special_tokens],
-                version=lambda: self.engine.loop.version,
+                version=lambda: engine.variant.version,
                 started=started,
             )
             if call.stream:
@@ -178,7 +197,7 @@ class EngineServer:
         rid, everything = body.get("rid"), body.get("abort_all") is True
         if not everything and not isinstance(rid, str):
             raise InvalidRequest("abort_request needs rid, or abort_all: true", param="rid")
-        done = self.engine.abort(None if everything else rid, "aborted by request")
+        done = self._engine_of(http).abort(None if everything else rid, "aborted by request")
         await asyncio.wrap_future(done)
         return web.Response()
 
@@ -186,29 +205,30 @@ class EngineServer:
         mode = (await _read(http)).get("mode", "abort")
         if mode not in ("abort", "in_place"):
             raise InvalidRequest(f"mode must be abort or in_place, not {mode!r}", param="mode")
-        await self.engine.pause(mode)
+        await self._engine_of(http).pause(mode)
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: web.Request) -> web.Response:
-        await self.engine.resume()
+        await self._engine_of(http).resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        flushed = await self.engine.clear_cache()
+        flushed = await self._engine_of(http).clear_cache()
         text = "Cache flushed.\n" if flushed else "Not flushed: requests are running.\n"
         return web.Response(text=text, status=200 if flushed else 400)
 
     async def health(self, http: web.Request) -> web.Response:
-        return web.Response(status=200 if self.engine.loop.alive else 503)
+        return web.Response(status=200 if self._engine_of(http).loop.alive else 503)
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """Generate one token as a health check."""
-        if self.engine.loop.paused is not None:
+        engine = self._engine_of(http)
+        if engine.variant.paused is not None:
             raise EngineUnavailable("generation is paused; call /continue_generation")
         self._health_checks += 1
         config = GenerationHyperparameters(max_new_tokens=1, temperature=0)
         request = ModelRequest(f"HEALTH_CHECK_{self._health_checks}", [0], config)
-        generation = self.engine.submit(request, stream=False)
+        generation = engine.submit(request, stream=False)
         try:
             finish = await asyncio.wait_for(generation.finished(), _HEALTH_TIMEOUT)
         except TimeoutError:
@@ -218,46 +238,49 @@ class EngineServer:
         return web.Response(status=503 if finish.type == "abort" else 200)
 
     async def weight_version(self, http: web.Request) -> web.Response:
-        return _json({"weight_version": self.engine.loop.version})
+        return _json({"weight_version": self._engine_of(http).variant.version})
 
     async def model_info(self, http: web.Request) -> web.Response:
-        loaded = self.engine.loaded
+        engine = self._engine_of(http)
+        loaded = engine.loaded
         return _json(
             {
-                "model_path": self.engine.model_path,
+                "model_path": engine.model_path,
                 "tokenizer_path": loaded.path,
                 "is_generation": True,
-                "weight_version": self.engine.loop.version,
+                "weight_version": engine.variant.version,
                 "model_type": loaded.model.config.model_type,
                 "architectures": loaded.model.config.architectures,
                 "vocab_size": loaded.vocab_size,
                 "context_length": loaded.context_length,
-                "adapters": list(self.engine.adapters.values()),
+                "adapters": list(engine.adapters.values()),
             }
         )
 
     async def server_info(self, http: web.Request) -> web.Response:
-        features = await self.engine.capabilities()
-        options, (running, waiting) = self.engine.options, self.engine.loop.load
+        engine = self._engine_of(http)
+        features = await engine.capabilities()
+        options, (running, waiting) = engine.options, engine.counts
         return _json(
             {
                 "engine": "any-agent embedded",
-                "model_path": self.engine.model_path,
-                "tokenizer_path": self.engine.loaded.path,
-                "device": str(self.engine.loaded.device),
-                "dtype": str(self.engine.loaded.dtype).removeprefix("torch."),
-                "context_length": self.engine.loaded.context_length,
+                "model_path": engine.model_path,
+                "tokenizer_path": engine.loaded.path,
+                "device": str(engine.loaded.device),
+                "dtype": str(engine.loaded.dtype).removeprefix("torch."),
+                "context_length": engine.loaded.context_length,
                 "max_running_requests": options.max_running_requests,
                 "max_queued_requests": options.max_queued_requests,
                 "max_total_tokens": options.max_total_tokens,
                 "incremental_streaming_output": self.incremental,
                 "capabilities": [name for name in features.names() if getattr(features, name)],
-                "weight_version": self.engine.loop.version,
-                "paused": self.engine.loop.paused,
+                "weight_version": engine.variant.version,
+                "paused": engine.variant.paused,
                 "startup_time": self._started,
                 "num_running_requests": running,
                 "num_waiting_requests": waiting,
-                "steps": self.engine.loop.steps,
+                "steps": engine.loop.steps,
+                "live_adapters": self._live.describe() if engine is self.engine else None,
             }
         )
 

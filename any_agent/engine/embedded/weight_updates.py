@@ -20,7 +20,7 @@ from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.generate_schema import json_object
 from any_agent.engine.embedded.weight_loading import fit_weights
 from any_agent.engine.weight_process_group import WeightGroup
-from any_agent.engine.weight_serialization import checksums, dtype_of, unpack
+from any_agent.engine.weight_serialization import dtype_of, unpack
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -33,15 +33,24 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 _MAX_BODY = 8 * 2**30  # bytes of one body with weights
+ADAPTER_PREFIX = "/adapters/{adapter}"
+"""The path before the routes of one live adapter."""
 BODY_TIMEOUT = 1500.0  # seconds, the longest `engine.load_timeout`
 _GROUP_TIMEOUT = 600.0  # seconds that an operation waits for a member of a group
 
 
 class WeightRoutes:
-    """The sessions, groups and routes of one engine; its event loop calls them."""
+    """The sessions, groups and routes of one engine; its event loop calls them.
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    An adapter has the routes of :data:`_ANY_ENGINE` alone.
+    """
+
+    def __init__(
+        self, engine: EmbeddedEngine, engine_of: Callable[[web.Request], EmbeddedEngine]
+    ) -> None:
+        """``engine_of`` returns the engine, or the adapter of it, that a request's path names."""
         self._engine = engine
+        self._engine_of = engine_of
         self._groups: dict[str, WeightGroup] = {}
         self._staged: dict[str, Tensor] | None = None
         self._version: str | None = None
@@ -51,29 +60,23 @@ class WeightRoutes:
     def add_to(self, app: web.Application) -> None:
         """Register the routes; the engine leaves all groups when the server ends."""
         routes: dict[str, Callable[[Body], Awaitable[Body | None]]] = {
-            "/update_weights_from_disk": self._load_from_disk,
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,
             "/begin_weight_update": self._begin,
             "/update_weights_from_distributed": self._receive_from_group,
             "/update_weights_from_tensor": self._receive_from_body,
             "/end_weight_update": self._end,
-            "/update_weight_version": self._rename,
-            "/weights_checker": self._checksums,
         }
         for path, work in routes.items():
             app.router.add_post(path, _handler(work))
+        for path, of_engine in _ANY_ENGINE.items():
+            for prefix in ("", ADAPTER_PREFIX):
+                app.router.add_post(prefix + path, _handler(of_engine, self._engine_of))
         app.on_cleanup.append(self._close)
 
     async def _close(self, app: web.Application | None = None) -> None:
         while self._groups:
             self._groups.popitem()[1].close()
-
-    async def _load_from_disk(self, body: Body) -> Body:
-        kept = await self._engine.update_weights(
-            _text(body, "model_path"), _version(body), abort_all=_aborts(body)
-        )
-        return {"message": "Succeeded to update model weights.", "num_paused_requests": kept}
 
     async def _join(self, body: Body) -> None:
         """Join a group, and return once it is complete; EngineUnavailable if it fails."""
@@ -163,19 +166,6 @@ class WeightRoutes:
         weights = await asyncio.to_thread(fit_weights, self._engine.loaded.model, staged)
         await self._engine.apply_weights(weights, self._version, abort_all=self._abort_all)
 
-    async def _rename(self, body: Body) -> Body:
-        version = _text(body, "new_version")
-        await self._engine.rename(version)
-        return {"new_version": version}
-
-    async def _checksums(self, body: Body) -> Body:
-        """Return the checksum of every weight in use, tied ones under each of their names."""
-        if body.get("action", "checksum") != "checksum":
-            raise InvalidRequest("the only action is checksum", param="action")
-        state = self._engine.loaded.model.state_dict()
-        sums = await asyncio.to_thread(checksums, list(state.items()))
-        return {"ranks": [{"checksums": sums, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}]}
-
     def _stage(self, body: Body, session: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         if session is not self._staged:
             raise Conflict("the session of these weights was closed before they arrived")
@@ -197,16 +187,50 @@ class WeightRoutes:
         return self._groups[name]
 
 
+async def _load_from_disk(engine: EmbeddedEngine, body: Body) -> Body:
+    kept = await engine.update_weights(
+        _text(body, "model_path"), _version(body), abort_all=_aborts(body)
+    )
+    return {"message": "Succeeded to update model weights.", "num_paused_requests": kept}
+
+
+async def _rename(engine: EmbeddedEngine, body: Body) -> Body:
+    version = _text(body, "new_version")
+    await engine.rename(version)
+    return {"new_version": version}
+
+
+async def _checksums(engine: EmbeddedEngine, body: Body) -> Body:
+    if body.get("action", "checksum") != "checksum":
+        raise InvalidRequest("the only action is checksum", param="action")
+    sums = await engine.checksums()
+    return {"ranks": [{"checksums": sums, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}]}
+
+
+_ANY_ENGINE: dict[str, Callable[[EmbeddedEngine, Body], Awaitable[Body]]] = {
+    "/update_weights_from_disk": _load_from_disk,
+    "/update_weight_version": _rename,
+    "/weights_checker": _checksums,
+}
+"""The routes of an engine and of each of its adapters."""
+
+
 def _handler(
-    work: Callable[[Body], Awaitable[Body | None]],
+    work: Callable[..., Awaitable[Body | None]],
+    engine_of: Callable[[web.Request], EmbeddedEngine] | None = None,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that replies like SGLang: ``success`` and ``message``, 400 for refusals."""
+    """Return a handler that replies like SGLang: ``success`` and ``message``, 400 for refusals.
+
+    ``work`` gets the body, after the engine of the path if it wants that.
+    """
 
     async def handle(http: web.Request) -> web.Response:
         status = 200
         reply: Body = {"success": True, "message": "Success"}
         try:
-            reply |= await work(json_object(await read_body(http, _MAX_BODY, BODY_TIMEOUT))) or {}
+            body = json_object(await read_body(http, _MAX_BODY, BODY_TIMEOUT))
+            engines = () if engine_of is None else (engine_of(http),)
+            reply |= await work(*engines, body) or {}
         except AnyAgentError as error:
             status = 503 if isinstance(error, EngineUnavailable) else 400
             reply = {"success": False, "message": error.message, "num_paused_requests": 0}

@@ -112,9 +112,12 @@ async def test_a_dead_loop_fails_running_and_posted_work(loaded: LoadedModel) ->
     async with wrapped(loaded, die) as engine:
         running = engine.submit(request("a", prompt(3)))
         await asyncio.to_thread(gate.wait_for_step)
-        cancelled = engine.loop.pause("abort")
+        cancelled = engine.loop.pause(engine.variant, "abort")
         assert cancelled.cancel()  # its caller has left
-        posted = [engine.loop.resume(), engine.loop.update(lambda: None, "1")]
+        posted = [
+            engine.loop.resume(engine.variant),
+            engine.loop.update(engine.variant, lambda: None, "1"),
+        ]
         late = engine.submit(request("b", prompt(3)))
         gate.let(1)
         for waiter in (running.finished(), late.finished(), *map(asyncio.wrap_future, posted)):
@@ -127,9 +130,9 @@ async def test_an_update_whose_caller_left_is_dropped(loaded: LoadedModel) -> No
     async with EmbeddedEngine(loaded) as engine:
         generation = engine.submit(request("a", prompt(3), max_new_tokens=300))
         await generation.progress()
-        left = engine.loop.update(lambda: applied.append(1), "1")
+        left = engine.loop.update(engine.variant, lambda: applied.append(1), "1")
         assert left.cancel()
-        kept = engine.loop.update(lambda: applied.append(2), "2")
+        kept = engine.loop.update(engine.variant, lambda: applied.append(2), "2")
         assert await asyncio.wait_for(asyncio.wrap_future(kept), LIMIT) == 0
         assert (await generation.finished()).type == "length"
         assert (applied, engine.version) == ([2], 2)

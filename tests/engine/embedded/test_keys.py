@@ -55,7 +55,7 @@ async def test_every_route_but_health_needs_the_key(
                 assert not (path == "/health" and await answer.read()), "it tells something"
         async with http.post("/generate", data=b"[") as answer:
             assert answer.status == 401, "the key comes before the body"
-    assert engine.loop.paused is None
+    assert engine.variant.paused is None
 
 
 async def test_every_client_sends_the_engines_key(locked: str) -> None:

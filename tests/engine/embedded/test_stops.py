@@ -18,6 +18,7 @@ from any_agent.engine.embedded.stops import (
     doubtful_end,
     first_stop,
 )
+from any_agent.engine.embedded.variant import Variant
 from tests.support.engine.embedded import prompt, request
 
 
@@ -52,7 +53,9 @@ def test_incremental_text_of_any_bytes_is_the_whole_text(data: list[int]) -> Non
 @example([*LATE, ord("a"), 0xE2], True)
 def test_a_streams_texts_are_the_whole_answers(data: list[int], incremental: bool) -> None:
     call = parse_generate({"input_ids": [1]})
-    inner = EngineRequest("r", [1], call.request.gconfig, frozenset(), output_ids=data)
+    inner = EngineRequest(
+        "r", Variant("0"), [1], call.request.gconfig, frozenset(), output_ids=data
+    )
     inner.changes.append((0, "3"))
 
     def writer() -> AnswerWriter:

@@ -77,10 +77,10 @@ async def test_tensors_that_do_not_fit_change_no_weight(
     assert (status, answer["success"]) == (400, False)
     for name, value in own_engine.loaded.model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert own_engine.loop.version == "0"
+    assert own_engine.variant.version == "0"
     # The session is over.
     assert (await give(url, list(before.items()), "6"))[0] == 200
-    assert own_engine.loop.version == "6"
+    assert own_engine.variant.version == "6"
 
 
 async def test_tied_weights_stay_tied(tiny_model_dir: Path, tmp_path: Path, serve: Serve) -> None:
