@@ -27,7 +27,6 @@ from any_agent.keys import JUDGE_KEY_PREFIX, SESSION_KEY_PREFIX, KeySigner, Lane
 from any_agent.protocol import idempotency
 from any_agent.protocol.idempotency import (
     ANSWER_TTL,
-    HEADER,
     REPLAYED,
     AnswerClock,
     Turns,
@@ -35,6 +34,7 @@ from any_agent.protocol.idempotency import (
     other_request,
     request_hash,
 )
+from any_agent.protocol.rl import IDEMPOTENCY_KEY
 from proxy_ext.auth import SESSION_HEADER
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, PutMeta, Statement
 from proxy_ext.journal.base import KeepAnswer, no_receipt
@@ -125,7 +125,7 @@ class IdempotencyStore:
         InvalidRequest for a malformed key, Unprocessable (`idempotency_mismatch`) for the key of
         another request, ServiceUnavailable if equal ones take too long or are too many.
         """
-        key = idempotency_key(request.headers.getlist(HEADER))
+        key = idempotency_key(request.headers.getlist(IDEMPOTENCY_KEY))
         if key is None:
             yield Receipt(self)
             return

@@ -15,7 +15,7 @@ from multidict import CIMultiDict, istr
 from any_agent.auth.access import CLIENT_HEADER
 from any_agent.errors import Draining, ReplyLost, ServiceUnavailable, from_response
 from any_agent.keys import KeySigner, bearer_of
-from any_agent.protocol.idempotency import HEADER
+from any_agent.protocol import rl
 from any_agent.protocol.rl import FLEET_HEADER
 from router.affinity import SESSION_HEADER
 from router.body import RequestBody
@@ -23,7 +23,7 @@ from router.client_response import ClientResponder
 from router.rank_health import RankHealth
 from router.upstream import Body, NeverSent, RankResponse, Upstream, UpstreamResponse, end_to_end
 
-IDEMPOTENCY_KEY = istr(HEADER)
+IDEMPOTENCY_KEY = istr(rl.IDEMPOTENCY_KEY)
 _RETRY_COUNT = istr("x-stainless-retry-count")
 """The header by which an SDK marks its retries; a retried model call is not sampled again."""
 _CLIENT = istr(CLIENT_HEADER)

@@ -18,12 +18,12 @@ from any_agent import errors
 from any_agent.client.aiohttp_transport import AiohttpTransport, Response
 from any_agent.client.backoff import Backoff, wait_for_slot
 from any_agent.client.service_url import names_file, url_file
-from any_agent.protocol.idempotency import HEADER
 from any_agent.protocol.rl import (
     AFTER_HEADER,
     API_HEADER,
     API_VERSION,
     EPOCH_HEADER,
+    IDEMPOTENCY_KEY,
     UNREACHABLE_HEADER,
     Abort,
     Feedback,
@@ -430,7 +430,7 @@ class RLClient:
         if content is not None:
             headers["Content-Type"] = "application/json"
         if once:
-            headers[HEADER] = once if isinstance(once, str) else uuid.uuid4().hex
+            headers[IDEMPOTENCY_KEY] = once if isinstance(once, str) else uuid.uuid4().hex
         patience = self._retry_for if retry_for is None else retry_for
         if self.first_contact is not None and self.url not in _answered:
             patience = min(patience, self.first_contact)

@@ -23,7 +23,6 @@ import orjson
 from any_agent.errors import InvalidRequest, ServiceUnavailable, Unprocessable
 from any_agent.runtime.boot_clock import clock_stamp, seconds_since
 
-HEADER = "Idempotency-Key"
 REPLAYED = "idempotent-replayed"
 """The header of an answer that was given before."""
 ANSWER_TTL = 24 * 3600.0

@@ -39,6 +39,8 @@ earlier ones; requests without it come from people."""
 GRANT_ONLY_HEADER = "x-any-agent-grant-only"
 """Request header: an AReaL open takes a slot of `/grant_capacity` or none; a router asks the ranks
 so in turn. It is no part of the body, which must stay the same for its Idempotency-Key."""
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""The header with which a repeated request has its first answer again."""
 FLEET_HEADER = "x-any-agent-fleet"
 """Request header: the number of the fleet by which a router chose a rank for an open. With `member`
 behind it, the rank may only add a member to a group that it has."""

@@ -63,7 +63,7 @@ class Budgets:
         self._jobs = jobs
         self._own: dict[str, Budget] = {}
         self._exhausted: dict[str, BudgetExhausted] = {}
-        self._day = ""
+        self._day: date | None = None
         """The day of the last look at all accounts."""
         self._active: dict[str, str] = {}
         """The runs that had a place at the last look, with their accounts."""

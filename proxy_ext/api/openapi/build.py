@@ -25,7 +25,7 @@ from any_agent.completions.apis import Api, all_apis, error_format
 from any_agent.completions.params.table import request_schema
 from any_agent.protocol import interactions, tasks, training
 from any_agent.protocol import rl as protocol
-from any_agent.protocol.idempotency import HEADER
+from any_agent.protocol.rl import IDEMPOTENCY_KEY
 from proxy_ext.api.rl import areal
 from proxy_ext.web.permissions import RULES
 
@@ -162,7 +162,7 @@ def _complete_operation(route: str, operation: dict[str, Any], texts: dict[str, 
         parameters.append(_SESSION_HEADER)
     if method == "POST" and path.removeprefix("/v1") in {api.path for api in all_apis()}:
         parameters.append(_ROLE_HEADER)
-    if any(parameter["name"] == HEADER for parameter in parameters):
+    if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in parameters):
         statuses |= {409, 422, 507}
     for status in sorted(statuses):
         responses[str(status)] = _error(status, path, texts["errors"][str(status)])

@@ -35,7 +35,7 @@ from starlette.responses import Response
 from any_agent.auth.access import Caller
 from any_agent.completions.json_body import json_of
 from any_agent.errors import InvalidRequest
-from any_agent.protocol.idempotency import HEADER
+from any_agent.protocol.rl import IDEMPOTENCY_KEY
 from proxy_ext.idempotency import Receipt
 from proxy_ext.journal.base import KeepAnswer, no_receipt
 from proxy_ext.service import RankService
@@ -64,7 +64,7 @@ Who = Annotated[Caller, Depends(_caller)]
 _KeyHeader = Annotated[
     str | None,
     Header(
-        alias=HEADER,
+        alias=IDEMPOTENCY_KEY,
         description="The same request with the same key has the first answer again, for 24 hours.",
         json_schema_extra={"pattern": "^[!-~]{1,255}$"},
     ),
