@@ -373,10 +373,14 @@ def from_response(status: int, content: bytes, retry_after: str | None) -> AnyAg
     except (ValueError, KeyError, TypeError):
         message, code, param = content[:300].decode(errors="replace"), None, None
     kind = _BY_CODE.get(code or "") or _by_status(status)
-    asked = retry_after or ""
+    return kind(message, code=code, param=param, retry_after=seconds_of(retry_after))
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """Return the seconds of a ``Retry-After`` header; None without one, and for a date or junk."""
+    text = retry_after or ""
     # "\u00b2" is a digit that is no number.
-    wait = float(asked) if asked.isascii() and asked.isdigit() else None
-    return kind(message, code=code, param=param, retry_after=wait)
+    return float(text) if text.isascii() and text.isdigit() else None
 
 
 def _by_status(status: int) -> type[AnyAgentError]:

@@ -32,6 +32,7 @@ from any_agent.errors import (
     ProviderRefused,
     ProviderTimeout,
     ProviderUnavailable,
+    seconds_of,
 )
 from any_agent.runtime.logs import Redactor
 from proxy_ext.litellm_streams import Event, as_json, close, lacks_finish_reason, stream_events
@@ -436,6 +437,5 @@ def _message_of(error: Exception) -> str:
 
 def _retry_after(error: Exception) -> float | None:
     headers = getattr(error, "litellm_response_headers", None) or {}
-    seconds = str(headers.get("retry-after", ""))
-    number = seconds.isascii() and seconds.isdigit()
-    return min(float(seconds), _MAX_RETRY_AFTER) if number else None
+    seconds = seconds_of(str(headers.get("retry-after", "")))
+    return None if seconds is None else min(seconds, _MAX_RETRY_AFTER)

@@ -14,7 +14,7 @@ import httpx
 from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.backoff import Backoff
 from any_agent.client.service_url import moved
-from any_agent.errors import RUN_STATE_HEADER, from_response
+from any_agent.errors import RUN_STATE_HEADER, seconds_of
 from any_agent.keys import KEY_HEADERS, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, bearers_of
 
 _COUNT = "x-stainless-retry-count"
@@ -140,7 +140,7 @@ def _is_temporary(response: httpx.Response) -> bool:
 def _retry_after(response: httpx.Response) -> float | None:
     if response.status_code not in _BUSY_STATUSES:
         return None
-    asked = from_response(429, b"", response.headers.get("retry-after")).retry_after
+    asked = seconds_of(response.headers.get("retry-after"))
     return None if asked is None else min(asked, _MAX_WAIT)
 
 

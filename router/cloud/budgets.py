@@ -100,10 +100,9 @@ class Budgets:
 
     async def view(self, account: str) -> dict[str, Any] | None:
         """Return an account's budget with what of it is used; None without one."""
+        used = await self._look(account)
         if (budget := self.of(account)) is None:
             return None
-        await self._look(account)
-        used = await self._used(account, budget)
         return {
             "per": budget.per,
             "ends": period_of(budget, _today()).ends,
@@ -149,8 +148,9 @@ class Budgets:
         of_runs = (job.account for job in self._jobs.by_id.values())
         return {*self._own, *self._exhausted, *of_runs}
 
-    async def _look(self, account: str, runs: Container[str] | None = None) -> None:
-        """Judge an account by what these of its runs, None: all, have counted by now."""
+    async def _look(self, account: str, runs: Container[str] | None = None) -> dict[str, Any]:
+        """Judge an account by what these of its runs, None: all, have counted by now; return as
+        :meth:`_judge`."""
         if self.of(account) is not None:
             for job in self._jobs.of_account(account):
                 if runs is None or job.run.id in runs:
@@ -159,10 +159,11 @@ class Budgets:
                     except Exception:
                         # A broken folder must not let others, or its account, use more.
                         log.warning("what %s has used is not known", job.run.name, exc_info=True)
-        await self._judge(account)
+        return await self._judge(account)
 
-    async def _judge(self, account: str) -> None:
-        """Find out whether an account's budget is used up, and stop or release its runs."""
+    async def _judge(self, account: str) -> dict[str, Any]:
+        """Find out whether an account's budget is used up, and stop or release its runs; return
+        what is used of it, {} without one."""
         error, used = None, {}
         while (budget := self.of(account)) is not None:
             used = await self._used(account, budget)
@@ -180,6 +181,7 @@ class Budgets:
             self._exhausted[account] = error
         stops = error is not None and error.details["number"] in _STOPPING
         self._jobs.halt(account, error if stops else None)
+        return used
 
     async def _used(self, account: str, budget: Budget) -> dict[str, Any]:
         first, last, _ = period_of(budget, _today())

@@ -39,6 +39,8 @@ _FIRST_PAUSE, _MOST_DOUBLED = 5.0, 6
 """Seconds until a run that failed is started again; each failure doubles them, so many times."""
 _ROUND = 0.1
 """Seconds between two looks at the schedule at least."""
+_ENDED_BY: dict[Wish, End] = {"serve": "budget", "stop": "stopped", "delete": "deleted"}
+"""Why a run had to end, by what its owner wants: if it is to serve, its budget is used up."""
 WAIT_OUTCOMES = ("answered", "refused", "left")
 _WAIT_BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 20, 45, 100)
 _REMOVE_EVERY = 5.0
@@ -325,10 +327,7 @@ class Jobs:
             job.position = position
         for job in todo.stop:
             why = why_stopped(job, now, self._rules)
-            ended_by: End = "deleted" if job.run.wish == "delete" else "stopped"
-            if job.run.wish == "serve":
-                ended_by = "budget"
-            self._stop(job, ended_by if why == "owner" else why)
+            self._stop(job, _ENDED_BY[job.run.wish] if why == "owner" else why)
         for job in () if self._draining else todo.start:
             self._begin(job)
         return todo.again_at

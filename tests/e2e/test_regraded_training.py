@@ -77,7 +77,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_same_rewards_make_the_step_that_the_run_made(
     config: Config, regrade: Regrade, tmp_path: Path
 ) -> None:
-    """From the first checkpoint, with its optimizer, on the sessions of the second step."""
+    """The second step is made again: from the first checkpoint, with its optimizer."""
     files = files_of(config)
     done = regrade("as_the_agents")
     assert done.returncode == 0, done.stderr

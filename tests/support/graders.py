@@ -32,7 +32,7 @@ async def by_name(session: dict[str, Any]) -> dict[str, float]:
 
 
 def misbehaves(session: dict[str, Any]) -> Any:
-    """As the session's metadata says."""
+    """Fail in the way that the session's metadata names."""
     match session["metadata"]["how"]:
         case "raises":
             raise RuntimeError("no judge is there\nat all")
@@ -90,7 +90,7 @@ reply_later = next_message(by_reply_later)
 
 
 def of_calls(session: dict[str, Any]) -> Any:
-    """As the session's metadata says; "first" and "last" are ids of its calls."""
+    """Return the rewards in the session's metadata; "first" and "last" are ids of its calls."""
     said = json.dumps(session["metadata"]["rewards"])
     for name, call in (("first", 0), ("last", -1)):
         said = said.replace(f'"{name}"', json.dumps(session["interactions"][call]["id"]))

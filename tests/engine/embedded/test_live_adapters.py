@@ -88,7 +88,7 @@ async def publish(control: Control, name: str, folder: Path, version: int) -> No
 
 
 async def update(client: SGLangEngine, control: Control, folder: Path, version: int) -> None:
-    """As a trainer does, by its run's proxy."""
+    """Publish an adapter as a trainer does, by its run's proxy."""
     await client.pause()
     await publish(control, client.url.rpartition("/")[2], folder, version)
     await client.resume(version)
